@@ -1,0 +1,450 @@
+"""The configuration of a run: every key, its type, default, unit and meaning.
+
+Unknown keys are errors (`extra="forbid"`). Checks that need more than one key live in `RunConfig` (pure) and in
+`configs.check` (those that look at the disk or at keys without effect).
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+
+Probability = Annotated[float, Field(ge=0.0, le=1.0)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0.0)]
+
+
+class Section(BaseModel):
+    """Base of every section: unknown keys are refused and values are immutable."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=False, protected_namespaces=())
+
+
+class AdvantageMode(StrEnum):
+    """How outcome advantages and quality factors become training advantages (M4)."""
+
+    OUTCOME = "outcome"
+    DOWNWEIGHT = "downweight"
+    DISCOUNT = "discount"
+    REDISTRIBUTE_EXACT = "redistribute_exact"
+    REDISTRIBUTE = "redistribute"
+
+
+class Aggregation(StrEnum):
+    """How token losses become one number (M5.2)."""
+
+    TOKEN_MEAN = "token_mean"
+    SEQUENCE_MEAN = "sequence_mean"
+    PROMPT_MEAN = "prompt_mean"
+
+
+class LengthPenaltyConfig(Section):
+    """M5.4, applied to passing trajectories after the grader's corrections (M1.8)."""
+
+    max_penalty: Annotated[float, Field(gt=0.0, le=1.0)] = 0.2
+    """X: the largest deduction from a passing reward."""
+    free_excess: NonNegativeFloat = 0.0
+    """d: relative excess over l* that costs nothing."""
+    full_excess: PositiveFloat = 1.0
+    """s: relative excess over l* at which the whole penalty applies; must be above free_excess."""
+    exponent: PositiveFloat = 1.5
+    """g: shape of the ramp."""
+    percentile: Annotated[float, Field(ge=0.0, le=100.0)] = 30.0
+    """B: the percentile of passing lengths that is l*."""
+    min_pass_rate: Probability = 0.5
+    """A: groups whose pass rate is not above this are left alone."""
+
+    @model_validator(mode="after")
+    def _ramp(self) -> LengthPenaltyConfig:
+        if self.full_excess <= self.free_excess:
+            raise ValueError(
+                f"full_excess={self.full_excess} must be above free_excess={self.free_excess}; raise full_excess"
+            )
+        return self
+
+
+class RubricConfig(Section):
+    """M3 constants."""
+
+    weight_approach: NonNegativeFloat = 0.30
+    weight_precision: NonNegativeFloat = 0.25
+    weight_minimality: NonNegativeFloat = 0.20
+    weight_side_effects: NonNegativeFloat = 0.15
+    weight_consistency: NonNegativeFloat = 0.10
+    t1_first: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    t1_rest: Annotated[float, Field(gt=0.0, le=1.0)] = 0.9
+    t2_high: Annotated[float, Field(gt=0.0, le=1.0)] = 0.85
+    t2_low: Annotated[float, Field(gt=0.0, le=1.0)] = 0.40
+    t3: Annotated[float, Field(gt=0.0, le=1.0)] = 0.2
+
+    @model_validator(mode="after")
+    def _check(self) -> RubricConfig:
+        total = (
+            self.weight_approach
+            + self.weight_precision
+            + self.weight_minimality
+            + self.weight_side_effects
+            + self.weight_consistency
+        )
+        if abs(total - 1.0) > 1e-9:
+            raise ValueError(f"the five rubric weights sum to {total:g}; make them sum to 1")
+        if not self.t1_first >= self.t1_rest >= self.t2_high >= self.t2_low >= self.t3:
+            raise ValueError("factors must not rise from t1_first over t1_rest, t2_high, t2_low to t3; reorder them")
+        return self
+
+
+class AlgorithmConfig(Section):
+    """Groups and their advantages (M1, M3, M4)."""
+
+    mode: AdvantageMode = AdvantageMode.REDISTRIBUTE
+    group_size: Annotated[int, Field(ge=2)] = 6
+    """n: trajectories sampled for one task."""
+    min_valid: Annotated[int, Field(ge=2)] = 2
+    """A group with fewer valid trajectories (after masking, M1.3) is skipped and counted."""
+    lambda_max: Annotated[float, Field(ge=1.0)] = 1.5
+    """Cap of the scale-up (M4.3); used by mode `redistribute` only."""
+    rubric: RubricConfig = RubricConfig()
+    length_penalty: LengthPenaltyConfig | None = None
+
+
+class RatioMaskLoss(Section):
+    """Token policy gradient; tokens whose ratio leaves the bounds are masked but stay in the denominator (M5.1)."""
+
+    name: Literal["ratio_mask"] = "ratio_mask"
+    bounds_positive: tuple[PositiveFloat, PositiveFloat] = (0.2, 5.0)
+    """Kept ratios where the advantage is positive."""
+    bounds_negative: tuple[PositiveFloat, PositiveFloat] = (0.2, 5.0)
+    """Kept ratios where the advantage is negative."""
+
+    @model_validator(mode="after")
+    def _bounds(self) -> RatioMaskLoss:
+        for key, (low, high) in (("bounds_positive", self.bounds_positive), ("bounds_negative", self.bounds_negative)):
+            if not low < 1.0 < high:
+                raise ValueError(f"{key}=[{low:g}, {high:g}] must contain 1; choose low < 1 < high")
+        return self
+
+
+class PpoClipLoss(Section):
+    """PPO-clip with dual clip (M5.1)."""
+
+    name: Literal["ppo_clip"]
+    clip_low: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.2
+    clip_high: PositiveFloat = 0.2
+    dual_clip: Annotated[float, Field(gt=1.0)] = 3.0
+    """Lower bound of the objective for negative advantages, as a multiple of the advantage."""
+
+
+class LossConfig(Section):
+    """M5."""
+
+    objective: Annotated[RatioMaskLoss | PpoClipLoss, Field(discriminator="name")] = RatioMaskLoss()
+    aggregation: Aggregation = Aggregation.PROMPT_MEAN
+
+
+class SourceBase(Section):
+    """What every task source of the mix has (M6)."""
+
+    groups_per_step: NonNegativeInt
+    """B_i: groups of this source in every training batch; 0 keeps the source for evaluation only."""
+    seed: int = 0
+    """Seed of the task stream; another seed gives other tasks."""
+    prior_acceptance: Annotated[float, Field(gt=0.0, le=1.0)] = 0.6
+    """Cold-start estimate of r_i, the share of groups that can be trained on."""
+    prior_time_s: PositiveFloat = 20.0
+    """Cold-start estimate of t_i, the effective rollout time of a group, in seconds."""
+
+
+class MinirepoSource(SourceBase):
+    """Generated code-repair tasks in small git repositories (kind: code)."""
+
+    type: Literal["minirepo"]
+    kinds: tuple[str, ...] = ()
+    """Bug kinds to draw from; empty means all."""
+
+
+class FilesSource(SourceBase):
+    """Generated multi-turn terminal tasks with a state verifier (kind: general)."""
+
+    type: Literal["files"]
+
+
+class ArithSource(SourceBase):
+    """Generated single-turn arithmetic with a rule verifier (kind: single_turn)."""
+
+    type: Literal["arith"]
+
+
+SourceConfig = Annotated[MinirepoSource | FilesSource | ArithSource, Field(discriminator="type")]
+
+
+class JailSandbox(Section):
+    """A SWE-ReX server inside a bubblewrap jail on the worker's host."""
+
+    type: Literal["jail"] = "jail"
+    memory_mib: PositiveInt = 512
+    """Address-space limit of each process in the jail, in MiB."""
+    max_processes: PositiveInt = 64
+    file_size_mib: PositiveInt = 64
+    start_timeout_s: PositiveFloat = 60.0
+
+
+class DockerSandbox(Section):
+    """SWE-ReX DockerDeployment (also podman)."""
+
+    type: Literal["docker"]
+    image: str
+    runtime: Literal["docker", "podman"] = "docker"
+    start_timeout_s: PositiveFloat = 300.0
+    docker_args: tuple[str, ...] = ("--network=none",)
+
+
+class ModalSandbox(Section):
+    """SWE-ReX ModalDeployment."""
+
+    type: Literal["modal"]
+    image: str
+    start_timeout_s: PositiveFloat = 600.0
+
+
+class RemoteSandbox(Section):
+    """Running SWE-ReX servers; each sandbox takes one of them and gives it back."""
+
+    type: Literal["remote"]
+    hosts: Annotated[tuple[str, ...], Field(min_length=1)]
+    """Addresses as http://host:port."""
+    token_env: str = "SWEREX_AUTH_TOKEN"
+    """Environment variable that holds the servers' token."""
+    start_timeout_s: PositiveFloat = 60.0
+
+
+SandboxConfig = Annotated[JailSandbox | DockerSandbox | ModalSandbox | RemoteSandbox, Field(discriminator="type")]
+
+
+class Resources(Section):
+    """Ray resources of one actor of a pool."""
+
+    cpus: NonNegativeFloat = 0.0
+    gpus: NonNegativeFloat = 0.0
+    custom: dict[str, PositiveFloat] = {}
+    """Custom Ray resources, e.g. {grader_node: 1}, to tie a pool to a node type."""
+
+
+class LimitsConfig(Section):
+    """Budgets of one trajectory (M1.3). Turns, tokens and command time are the policy's; the wall clock masks."""
+
+    max_turns: PositiveInt = 8
+    max_turn_tokens: PositiveInt = 160
+    """Generated tokens in one turn."""
+    max_total_tokens: PositiveInt = 1024
+    """Prompt, generated and observation tokens together; must fit the engine's max_model_len."""
+    command_timeout_s: PositiveFloat = 10.0
+    """One command; a command that runs longer is killed and the model is told."""
+    command_budget_s: PositiveFloat = 60.0
+    """All commands of the trajectory together; beyond it the trajectory ends with status time_limit."""
+    wall_s: PositiveFloat = 300.0
+    """Backstop on the wall clock; reaching it masks the trajectory (infra_wall)."""
+    observation_chars: PositiveInt = 1600
+    """Output of one command shown to the model; the middle is cut, head and tail stay."""
+
+
+class SamplingConfig(Section):
+    """Sampling of the policy. Top-p and top-k stay off in training, so the recorded probability is the policy's."""
+
+    temperature: PositiveFloat = 1.0
+
+
+class EngineConfig(Section):
+    """One pool of vLLM engines."""
+
+    model: str
+    """HF checkpoint folder (relative paths: against the folder of the configuration file)."""
+    replicas: PositiveInt = 1
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    device: Literal["cpu", "cuda"] = "cpu"
+    max_model_len: PositiveInt = 1024
+    max_num_seqs: PositiveInt = 64
+    kv_cache_gib: PositiveFloat = 0.5
+    """CPU: size of the KV cache in GiB. CUDA: ignored in favour of gpu_memory_utilization, and refused if set."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
+    """CUDA only."""
+    tensor_parallel_size: PositiveInt = 1
+    threads: PositiveInt = 1
+    """CPU: OpenMP threads of one engine."""
+    enforce_eager: bool = True
+    weight_transfer: Literal["ray_object", "nccl"] = "ray_object"
+    """How new weights reach the engines: through Ray's object store, or NCCL on CUDA."""
+    resources: Resources = Resources()
+
+
+class RolloutConfig(Section):
+    """The rollout pool: workers that run agent loops over sandboxes and engines."""
+
+    workers: PositiveInt = 1
+    slots_per_worker: PositiveInt = 16
+    """Trajectories that one worker runs at once."""
+    action_format: Literal["plain", "fenced"] = "plain"
+    """plain: the whole message is one bash command; fenced: the command is in one ```bash block."""
+    system_prompt: str | None = None
+    limits: LimitsConfig = LimitsConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    sandbox: SandboxConfig = JailSandbox()
+    infra_retries: NonNegativeInt = 2
+    """How often one trajectory lost to infrastructure is sampled again before it is masked."""
+    resources: Resources = Resources()
+
+
+class VllmGraderBackend(Section):
+    """Grades come from an engine pool of our own, with its own checkpoint."""
+
+    type: Literal["vllm"]
+    engine: EngineConfig
+
+
+class EndpointGraderBackend(Section):
+    """Grades come from an OpenAI-compatible endpoint."""
+
+    type: Literal["endpoint"]
+    base_url: str
+    model: str
+    api_key_env: str = "OPENAI_API_KEY"
+    """Environment variable that holds the key; the key itself never enters a configuration."""
+    max_retries: NonNegativeInt = 4
+    """Retries of 429 and 5xx answers and of connection errors, with exponential backoff and jitter."""
+    max_concurrency: PositiveInt = 8
+    structured: Literal["json_schema", "json_object", "none"] = "json_schema"
+    request_timeout_s: PositiveFloat = 600.0
+
+
+class GraderConfig(Section):
+    """The grader pool."""
+
+    backend: Annotated[VllmGraderBackend | EndpointGraderBackend, Field(discriminator="type")]
+    workers: PositiveInt = 1
+    groups_per_worker: PositiveInt = 4
+    """Groups that one grader works on at once."""
+    timeout_s: PositiveFloat = 120.0
+    """One group; beyond it the group falls back to outcome advantages (M1.10)."""
+    max_tokens: PositiveInt = 400
+    temperature: NonNegativeFloat = 0.0
+    prompt_chars: PositiveInt = 6000
+    """Budget of the group's material in the prompt; patches and logs are cut evenly to fit."""
+    resources: Resources = Resources()
+
+
+class OptimizerConfig(Section):
+    """AdamW."""
+
+    lr: PositiveFloat = 1e-4
+    betas: tuple[Probability, Probability] = (0.9, 0.95)
+    eps: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.0
+    grad_clip: PositiveFloat = 1.0
+    """Maximal global gradient norm."""
+    warmup_steps: NonNegativeInt = 0
+    """Optimiser steps over which the learning rate rises linearly from 0."""
+
+
+class LearnerConfig(Section):
+    """The DeepSpeed actor group."""
+
+    model: str
+    """HF checkpoint folder the policy starts from."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    world_size: PositiveInt = 1
+    zero_stage: Annotated[int, Field(ge=0, le=3)] = 0
+    offload_optimizer: bool = False
+    """ZeRO >= 1 on CUDA: optimiser state in host memory."""
+    gradient_checkpointing: bool = False
+    max_tokens_per_microbatch: PositiveInt = 4096
+    """Sequence packing: tokens in one packed row."""
+    threads: PositiveInt = 2
+    """CPU: torch threads of one rank."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    resources: Resources = Resources()
+
+
+class SchedulerConfig(Section):
+    """The driver."""
+
+    max_inflight_groups: PositiveInt = 12
+    """Groups between dispatch and training (rolling out, graded, or ready)."""
+    max_staleness: NonNegativeInt = 2
+    """Optimiser steps between sampling a token and training on it; an older group is dropped and counted (M6.4)."""
+    alpha: Probability = 0.5
+    """Dispatch weight: 1 follows the quotas, 0 what is still missing in this step (M6.2)."""
+    stall_after_s: PositiveFloat = 120.0
+    """Without any progress for this long, the run says which queue waits for whom."""
+    abort_after_s: PositiveFloat = 900.0
+    """Without any progress for this long, the run ends with an error and its last checkpoint."""
+
+
+class CheckpointConfig(Section):
+    """Weights, optimiser, sampler and counters."""
+
+    every_steps: PositiveInt = 5
+    keep: PositiveInt = 2
+
+
+class EvalConfig(Section):
+    """Held-out evaluation: avg@samples over tasks (mean over samples, not pass@k)."""
+
+    source: str = "minirepo"
+    """Source whose held-out split is used."""
+    tasks: PositiveInt = 24
+    samples: PositiveInt = 1
+    seed: int = 1234
+    before: bool = True
+    after: bool = True
+
+
+class WandbConfig(Section):
+    """Weights & Biases."""
+
+    mode: Literal["auto", "online", "offline", "disabled"] = "auto"
+    """auto: online when logged in, else offline."""
+    project: str = "gagar"
+    entity: str | None = None
+
+
+class TelemetryConfig(Section):
+    """Metrics and spans."""
+
+    wandb: WandbConfig = WandbConfig()
+    progress_every_s: PositiveFloat = 10.0
+    """Interval of the progress lines where the output is not a terminal."""
+
+
+class RayConfig(Section):
+    """Where Ray runs."""
+
+    address: str | None = None
+    """None starts a local Ray; "auto" or an address joins a running cluster."""
+    object_store_mib: PositiveInt | None = 512
+    """Local Ray only: size of the object store."""
+
+
+class RunConfig(Section):
+    """One training run."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Folder of the run under `output`."""
+    output: str = "runs"
+    """Parent folder of runs (relative: against the working directory)."""
+    seed: int = 0
+    steps: PositiveInt
+    """Optimiser steps."""
+    sources: dict[str, SourceConfig]
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    loss: LossConfig = LossConfig()
+    engine: EngineConfig
+    rollout: RolloutConfig = RolloutConfig()
+    grader: GraderConfig | None = None
+    learner: LearnerConfig
+    scheduler: SchedulerConfig = SchedulerConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    eval: EvalConfig | None = EvalConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
+    ray: RayConfig = RayConfig()

@@ -1,0 +1,1 @@
+"""Group grading: verdicts, their validation, rubric, tiers and factors, and the worker that asks the model."""

@@ -1,0 +1,1 @@
+"""Clusters, pools, failures and telemetry. Knows nothing of reinforcement learning."""

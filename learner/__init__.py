@@ -1,0 +1,1 @@
+"""Advantages, losses, packing, the DeepSpeed actor group, weight publishing and supervised warm-up."""

@@ -1,0 +1,1 @@
+"""The scheduler, what it owns, and the command line."""

@@ -1,0 +1,1 @@
+"""Trajectories: engines that sample them, the agent loop that makes them, the worker that runs it."""

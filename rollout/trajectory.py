@@ -1,0 +1,106 @@
+"""What a rollout produces: metadata for the driver, a payload for the learner, a transcript for the grader."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+import numpy.typing as npt
+
+
+class Status(StrEnum):
+    """Terminal status of a trajectory. Those named infra_* are masked (M1.3); the others are verified as they are."""
+
+    SUBMITTED = "submitted"
+    TURN_LIMIT = "turn_limit"
+    TOKEN_LIMIT = "token_limit"
+    TIME_LIMIT = "time_limit"
+    """The budget of command time is used up."""
+    INFRA_SANDBOX = "infra_sandbox"
+    INFRA_ENGINE = "infra_engine"
+    INFRA_VERIFIER = "infra_verifier"
+    INFRA_WALL = "infra_wall"
+
+    @property
+    def masked(self) -> bool:
+        """Whether the trajectory leaves the group, its statistics, its loss and every denominator."""
+        return self.value.startswith("infra_")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Payload:
+    """What the learner needs of one trajectory; T tokens in one context. Goes through Ray's object store once."""
+
+    token_ids: npt.NDArray[np.int32]
+    """[T] prompt, generated and observation tokens in order."""
+    loss_mask: npt.NDArray[np.bool_]
+    """[T] true for tokens the policy generated (M1.9)."""
+    logprobs: npt.NDArray[np.float32]
+    """[T] log mu at sampling time for generated tokens (M5.1), 0 elsewhere."""
+    versions: npt.NDArray[np.int32]
+    """[T] policy version that sampled a generated token (M6.4), -1 elsewhere."""
+
+    def sha256(self) -> str:
+        """Digest of all four arrays, hex."""
+        digest = hashlib.sha256()
+        for array in (self.token_ids, self.loss_mask, self.logprobs, self.versions):
+            digest.update(np.ascontiguousarray(array).tobytes())
+        return digest.hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One action of the policy and what came back."""
+
+    action: str
+    observation: str
+    """As shown to the model (truncated); empty after the last action."""
+    exit_code: int | None
+    """None where no command ran (submit, unparsable action, single-turn answer) or it was killed for time."""
+    duration_s: float
+    response_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transcript:
+    """What the grader reads of one trajectory. Goes through Ray's object store once. Written by the policy: hostile."""
+
+    trajectory_id: str
+    turns: tuple[Turn, ...]
+    patch: str
+    """Unified diff against the base commit; empty for tasks without a repository."""
+    test_log: str
+    """Output of the hidden tests, truncated."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """Metadata of one finished trajectory: all that the driver holds of it."""
+
+    trajectory_id: str
+    """ "<group_id>/<slot>.<attempt>"; the attempt counts re-sampling after infrastructure failures."""
+    group_id: str
+    task_id: str
+    source: str
+    status: Status
+    reward: float | None
+    """The verifier's outcome reward; None if masked."""
+    passed: bool | None
+    """The verifier's word; None if masked."""
+    turns: int
+    prompt_tokens: int
+    response_tokens: int
+    total_tokens: int
+    policy_versions: tuple[int, ...]
+    """Distinct versions that sampled its tokens, ascending."""
+    payload_sha256: str | None
+    engine_s: float
+    """Seconds spent waiting for generation."""
+    sandbox_s: float
+    """Seconds spent starting sandboxes and running commands."""
+    verify_s: float
+    wall_s: float
+    error: str | None = None
+    """For masked trajectories: what was lost."""
