@@ -18,12 +18,13 @@ class Boundary(StrEnum):
     LEARNER = "learner"
     STORAGE = "storage"
     CONFIG = "config"
+    DRIVER = "driver"
 
 
 class GagarError(Exception):
     """Base of all errors raised by this project. `str(error)` is the message a user should read."""
 
-    boundary: Boundary
+    boundary: Boundary = Boundary.DRIVER
 
     def __init__(self, message: str) -> None:
         super().__init__(message)

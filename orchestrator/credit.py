@@ -1,0 +1,166 @@
+"""From a complete group (and a grade) to training advantages, in the order of M1.5-M1.8. Pure.
+
+Integrity first, statistics recomputed, eligibility re-tested, then factors, the length penalty, and the advantages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from configs.schema import AdvantageMode, AlgorithmConfig
+from grader.rubric import factors as rubric_factors
+from grader.verdict import Grade
+from learner.advantage import advantages, length_penalty
+from rollout.trajectory import Status, Trajectory
+
+
+class GroupOutcome(StrEnum):
+    """How a group ended."""
+
+    TRAINED = "trained"
+    SKIPPED_ALL_PASS = "skipped_all_pass"
+    SKIPPED_ALL_FAIL = "skipped_all_fail"
+    SKIPPED_BROKEN_TASK = "skipped_broken_task"
+    SKIPPED_TOO_FEW_VALID = "skipped_too_few_valid"
+    DROPPED_STALE = "dropped_stale"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """What one valid trajectory was given."""
+
+    passed: bool
+    """After integrity corrections (M1.5)."""
+    outcome_reward: float
+    reward: float
+    """The reward used, after M1.5 and M1.8."""
+    hack: bool
+    tier: str | None
+    scores: Mapping[str, int] | None
+    flags: Mapping[str, bool] | None
+    tie: int | None
+    factor: float | None
+    advantage: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Credit:
+    """Advantages of a trainable group, or why it is skipped."""
+
+    skip: GroupOutcome | None
+    mode: AdvantageMode
+    """The mode that made the advantages; `outcome` for ungraded groups and after a fallback (M1.10)."""
+    graded: bool
+    fallback_reason: str | None
+    lam: float | None
+    """Exact lambda before the cap."""
+    capped: bool
+    rows: Mapping[str, Row]
+    """Trajectory id -> row, valid trajectories only; empty if skipped before any credit was given."""
+
+
+def classify(trajectories: Sequence[Trajectory], min_valid: int) -> GroupOutcome | None:
+    """Why a complete group cannot be trained on, or None if it is eligible (M1.3, M1.6)."""
+    valid = [t for t in trajectories if not t.status.masked]
+    if not valid and all(t.status is Status.INFRA_VERIFIER for t in trajectories):
+        return GroupOutcome.SKIPPED_BROKEN_TASK
+    if len(valid) < min_valid:
+        return GroupOutcome.SKIPPED_TOO_FEW_VALID
+    return _mixed([bool(t.passed) for t in valid])
+
+
+def _mixed(passed: Sequence[bool]) -> GroupOutcome | None:
+    if all(passed):
+        return GroupOutcome.SKIPPED_ALL_PASS
+    if not any(passed):
+        return GroupOutcome.SKIPPED_ALL_FAIL
+    return None
+
+
+def skipped(reason: GroupOutcome) -> Credit:
+    """The credit of a group that is not trained on and got none."""
+    return Credit(
+        skip=reason,
+        mode=AdvantageMode.OUTCOME,
+        graded=False,
+        fallback_reason=None,
+        lam=None,
+        capped=False,
+        rows={},
+    )
+
+
+def credit(
+    trajectories: Sequence[Trajectory],
+    algorithm: AlgorithmConfig,
+    *,
+    grade: Grade | None,
+    fallback_reason: str | None,
+) -> Credit:
+    """Advantages of an eligible group's valid trajectories.
+
+    `grade` is None for groups that are not graded (then outcome advantages, M4.1) and after a fallback (then
+    `fallback_reason` says why, M1.10). Grades attach by trajectory id, never by position (M2.6).
+    """
+    valid = [t for t in trajectories if not t.status.masked]
+    hacks = grade.hacks if grade else frozenset()
+    passed = [bool(t.passed) and t.trajectory_id not in hacks for t in valid]
+    rewards = [0.0 if t.trajectory_id in hacks else float(t.reward or 0.0) for t in valid]
+    skip = _mixed(passed)
+    mode = algorithm.mode if grade else AdvantageMode.OUTCOME
+    ties, factors = _factors(valid, passed, grade, algorithm)
+    if skip is None and algorithm.length_penalty is not None:
+        rewards = length_penalty(
+            rewards,
+            passed,
+            turns=[t.turns for t in valid],
+            input_tokens=[t.total_tokens - t.response_tokens for t in valid],
+            output_tokens=[t.response_tokens for t in valid],
+            config=algorithm.length_penalty,
+        )
+    # A hack can empty the passing side: the rewards are then all equal, so the outcome advantages are all zero.
+    result = advantages(mode if skip is None else AdvantageMode.OUTCOME, rewards, passed, factors, algorithm.lambda_max)
+    rows = {}
+    for i, t in enumerate(valid):
+        mark = grade.candidates.get(t.trajectory_id) if grade else None
+        rows[t.trajectory_id] = Row(
+            passed=passed[i],
+            outcome_reward=float(t.reward or 0.0),
+            reward=rewards[i],
+            hack=t.trajectory_id in hacks,
+            tier=mark.tier if mark else None,
+            scores=mark.scores.as_dict() if mark else None,
+            flags=mark.flags.as_dict() if mark else None,
+            tie=ties[i],
+            factor=factors[i],
+            advantage=result.values[i],
+        )
+    return Credit(
+        skip=skip,
+        mode=mode,
+        graded=grade is not None and skip is None,
+        fallback_reason=fallback_reason,
+        lam=result.lam,
+        capped=result.capped,
+        rows=rows,
+    )
+
+
+def _factors(
+    valid: Sequence[Trajectory], passed: Sequence[bool], grade: Grade | None, algorithm: AlgorithmConfig
+) -> tuple[list[int | None], list[float | None]]:
+    """Tie indices and factors of the trajectories that still pass: counted anew without the confirmed hacks (M3.3)."""
+    ties: list[int | None] = [None] * len(valid)
+    factors: list[float | None] = [None] * len(valid)
+    if grade is None:
+        return ties, factors
+    kept = [i for i, p in enumerate(passed) if p]
+    marks = [grade.candidates[valid[i].trajectory_id] for i in kept]
+    dense = [sorted({m.tie for m in marks if m.tier == mark.tier}).index(mark.tie) for mark in marks]
+    values = rubric_factors([m.tier for m in marks], dense, algorithm.rubric)
+    for i, tie, value in zip(kept, dense, values, strict=True):
+        ties[i], factors[i] = tie, value
+    return ties, factors

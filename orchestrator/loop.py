@@ -1,0 +1,360 @@
+"""The scheduler: one asyncio process, six small loops, bounded queues between them.
+
+    source quota -> [mixer] -> task x n -> [rollout pool] -> trajectory (metadata + payload ref)
+        -> [verifier] -> group complete -> masked / skipped / eligible
+        -> eligible code group -> [grader pool] -> verdict -> factors      } other groups: outcome advantages
+        -> [advantage] -> ready group -> batch of the step -> [learner group] -> new weights -> [engine pool]
+
+No stage waits for another one's batch: groups are graded the moment they complete, while others roll out and the
+learner steps. A full queue slows the stage before it. The driver holds metadata and references, never token payloads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from configs.schema import AdvantageMode, RunConfig
+from envs.task import Split, TaskKind, TaskSource
+from grader.worker import GradeReply, GradeRequest, base_state, lost_reply
+from infra.errors import GagarError
+from infra.pool import ActorLost, ActorPool, ActorTimeout
+from infra.telemetry import Telemetry
+from learner.group import BatchItem, LearnerGroup
+from orchestrator.audit import AuditLog, audit_record
+from orchestrator.checkpoint import Checkpoints
+from orchestrator.credit import Credit, GroupOutcome, classify, credit, skipped
+from orchestrator.ledger import CompleteGroup, Ledger, Member, ReadyGroup, RollingGroup, Stage
+from orchestrator.mixer import Mixer
+from rollout.engine import EnginePool
+from rollout.trajectory import Status, Trajectory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What build.py wires together."""
+
+    sources: Mapping[str, TaskSource]
+    engines: EnginePool
+    rollout: ActorPool
+    grader: ActorPool | None
+    learner: LearnerGroup
+
+
+@dataclass(slots=True, kw_only=True)
+class StepRecord:
+    """What happened between two optimiser steps, for metrics."""
+
+    records: list[dict[str, Any]]
+    """Audit records of the groups that ended."""
+    retries: Counter[str]
+    """Trajectories sampled again, by the status of the lost one."""
+    started_s: float
+
+
+class Scheduler:
+    """Runs the training of one run from `start_step` to the configured number of steps."""
+
+    def __init__(
+        self,
+        *,
+        config: RunConfig,
+        parts: Parts,
+        ledger: Ledger,
+        mixer: Mixer,
+        audit: AuditLog,
+        checkpoints: Checkpoints,
+        telemetry: Telemetry,
+        on_step: Callable[[int, StepRecord, Any, Mapping[str, float]], None],
+        on_tick: Callable[[float], None],
+        start_step: int = 0,
+    ) -> None:
+        self.config = config
+        self.parts = parts
+        self.ledger = ledger
+        self.mixer = mixer
+        self.audit = audit
+        self.checkpoints = checkpoints
+        self.telemetry = telemetry
+        self.step = start_step
+        """Optimiser steps done; also the version of the weights in the engines."""
+        self.moved_s = time.monotonic()
+        """When anything last moved: a trajectory, a grade, a step."""
+        self._on_step = on_step
+        self._on_tick = on_tick
+        self._grading = Counter[str]()
+        rollout_slots = parts.rollout.occupancy()[1]
+        grader_slots = parts.grader.occupancy()[1] if parts.grader else 1
+        self._to_roll: asyncio.Queue[tuple[RollingGroup, int, int]] = asyncio.Queue(maxsize=rollout_slots)
+        self._ended: asyncio.Queue[tuple[str, int, Member]] = asyncio.Queue(maxsize=rollout_slots)
+        self._to_grade: asyncio.Queue[CompleteGroup] = asyncio.Queue(maxsize=2 * grader_slots)
+        self._roll_slots = asyncio.Semaphore(rollout_slots)
+        self._grade_slots = asyncio.Semaphore(grader_slots)
+        self._changed = asyncio.Event()
+        """Set when a group became ready or ended: wakes `_admit` and `_train`."""
+        self._record = StepRecord(records=[], retries=Counter(), started_s=time.monotonic())
+
+    async def run(self) -> None:
+        """Train until the configured number of steps is done.
+
+        Raises:
+            ExceptionGroup: a loop failed; holds the GagarError that says what and why.
+        """
+        async with asyncio.TaskGroup() as group:
+            self._group = group
+            loops = (self._admit(), self._roll(), self._collect(), self._grade(), self._watch())
+            running = [group.create_task(loop) for loop in loops]
+            await self._train()
+            for task in running:
+                task.cancel()
+
+    # ---- source -> rollout ------------------------------------------------------------------------------------------
+
+    async def _admit(self) -> None:
+        """Consumes the mixer's choices; produces (group, slot) into `_to_roll`. Waits for room under the in-flight and
+        lookahead limits; unblocked by a group that ends, or by a step."""
+        size = self.config.algorithm.group_size
+        while True:
+            self._changed.clear()
+            source = self._next_source()
+            if source is None:
+                await self._changed.wait()
+                continue
+            index = self.mixer.take_index(source)
+            task = self.parts.sources[source].task(Split.TRAIN, index)
+            rolling = RollingGroup(
+                group_id=f"{source}-{index:06d}",
+                task=task,
+                index=index,
+                size=size,
+                version=self.step,
+                admitted_s=time.monotonic(),
+            )
+            self.ledger.admit(rolling)
+            for slot in range(size):
+                await self._to_roll.put((rolling, slot, 0))
+
+    def _next_source(self) -> str | None:
+        """The bound on staleness is structural: no more groups live than the next `max_staleness + 1` steps train."""
+        limits = self.config.scheduler
+        if self.ledger.living - self.ledger.count(Stage.READY) >= limits.max_inflight_groups:
+            return None
+        outstanding = {
+            name: sum(self.ledger.count(stage, name) for stage in Stage) for name in self.mixer.sources
+        }
+        steps = min(limits.max_staleness + 1, self.config.steps - self.step)
+        return self.mixer.choose(outstanding, steps)
+
+    async def _roll(self) -> None:
+        """Consumes `_to_roll`; starts one trajectory a free slot of the rollout pool. Unblocked by a freed slot."""
+        while True:
+            await self._roll_slots.acquire()
+            rolling, slot, attempt = await self._to_roll.get()
+            self._group.create_task(self._roll_one(rolling, slot, attempt))
+
+    async def _roll_one(self, rolling: RollingGroup, slot: int, attempt: int) -> None:
+        """One trajectory. Lost to infrastructure: only it is sampled again; its finished siblings stay."""
+        trajectory_id = f"{rolling.group_id}/{slot}.{attempt}"
+        start_s = time.monotonic()
+        wall_s = self.config.rollout.limits.wall_s
+        payload = transcript = None
+        try:
+            trajectory, (payload, transcript) = await self.parts.rollout.call(
+                "rollout", rolling.task, trajectory_id, rolling.group_id, num_returns=3, timeout_s=2 * wall_s
+            )
+        except (ActorLost, ActorTimeout) as e:
+            trajectory = _lost(rolling, trajectory_id, str(e), time.monotonic() - start_s)
+        finally:
+            self._roll_slots.release()
+        self.moved_s = time.monotonic()
+        self.telemetry.record_span(
+            "rollout", start_s, self.moved_s, group_id=rolling.group_id, source=rolling.task.source, id=trajectory_id
+        )
+        if trajectory.status.masked and attempt < self.config.rollout.infra_retries:
+            self._record.retries[trajectory.status.value] += 1
+            await self._to_roll.put((rolling, slot, attempt + 1))
+            return
+        member = Member(trajectory=trajectory, payload=payload, transcript=transcript)
+        await self._ended.put((rolling.group_id, slot, member))
+
+    # ---- complete -> graded -> ready --------------------------------------------------------------------------------
+
+    async def _collect(self) -> None:
+        """Consumes ended trajectories; complete groups are skipped, sent to the graders, or made ready at once."""
+        graded_mode = self.config.algorithm.mode is not AdvantageMode.OUTCOME and self.parts.grader is not None
+        while True:
+            group_id, slot, member = await self._ended.get()
+            group = self.ledger.record(group_id, slot, member, time.monotonic())
+            if group is None:
+                continue
+            trajectories = [m.trajectory for m in group.members]
+            skip = classify(trajectories, self.config.algorithm.min_valid)
+            if skip is not None:
+                self._end(group, skipped(skip), skip)
+            elif graded_mode and group.task.kind is TaskKind.CODE:
+                await self._to_grade.put(group)
+            else:
+                self._ready(group, credit(trajectories, self.config.algorithm, grade=None, fallback_reason=None), None)
+
+    async def _grade(self) -> None:
+        """Consumes eligible code groups; starts one a free slot of the grader pool. Unblocked by a freed slot."""
+        while True:
+            await self._grade_slots.acquire()
+            group = await self._to_grade.get()
+            self._group.create_task(self._grade_one(group))
+
+    async def _grade_one(self, group: CompleteGroup) -> None:
+        """One group. Whatever goes wrong costs a fallback to outcome advantages, never more (M1.10)."""
+        assert self.parts.grader is not None and self.config.grader is not None
+        request = GradeRequest(
+            group_id=group.group_id,
+            task=group.task,
+            base_state=base_state(group.task),
+            trajectories=tuple(m.trajectory for m in group.valid),
+            order_seed=self.config.seed + group.index,
+            attempt=0,
+        )
+        start_s = time.monotonic()
+        try:
+            transcripts = [m.transcript for m in group.valid]
+            timeout_s = self.config.grader.timeout_s * 1.5 + 10.0
+            reply = await self.parts.grader.call("grade", request, *transcripts, timeout_s=timeout_s)
+        except (ActorLost, ActorTimeout) as e:
+            reply = lost_reply(request, str(e), run_s=time.monotonic() - start_s)
+        finally:
+            self._grade_slots.release()
+        self.moved_s = time.monotonic()
+        self.telemetry.record_span("grade", start_s, self.moved_s, group_id=group.group_id)
+        given = credit(
+            [m.trajectory for m in group.members],
+            self.config.algorithm,
+            grade=reply.grade,
+            fallback_reason=reply.fallback.value if reply.fallback else None,
+        )
+        if given.skip is not None:
+            self._end(group, given, given.skip, reply)
+        else:
+            self._ready(group, given, reply)
+
+    def _ready(self, group: CompleteGroup, given: Credit, reply: GradeReply | None) -> None:
+        now_s = time.monotonic()
+        self.ledger.make_ready(ReadyGroup(group=group, credit=given, reply=reply, ready_s=now_s))
+        self.mixer.observe(group.task.source, accepted=True, time_s=group.completed_s - group.admitted_s)
+        self._changed.set()
+
+    def _end(
+        self,
+        group: CompleteGroup,
+        given: Credit,
+        outcome: GroupOutcome,
+        reply: GradeReply | None = None,
+        step: int | None = None,
+    ) -> None:
+        """The group leaves in some way: its line goes to the audit trail and its references go free."""
+        record = audit_record(
+            group, given, outcome=outcome, step=step, lambda_max=self.config.algorithm.lambda_max, reply=reply
+        )
+        self.audit.append(record)
+        self._record.records.append(record)
+        self.ledger.end(group, outcome)
+        if outcome not in (GroupOutcome.TRAINED, GroupOutcome.DROPPED_STALE):
+            self.mixer.observe(group.task.source, accepted=False, time_s=group.completed_s - group.admitted_s)
+        self._changed.set()
+
+    # ---- ready -> trained -> published ------------------------------------------------------------------------------
+
+    async def _train(self) -> None:
+        """Consumes ready groups by quota; produces new weights in the engines. Waits for a full batch."""
+        while self.step < self.config.steps:
+            batch = await self._batch()
+            step = self.step + 1
+            with self.telemetry.span("learn", step=step):
+                stats = await self.parts.learner.train_step(_items(batch))
+            with self.telemetry.span("publish", step=step):
+                publish_s = await self.parts.learner.publish(self.parts.engines, step)
+            self.step = step
+            self.moved_s = time.monotonic()
+            for ready in batch:
+                self._end(ready.group, ready.credit, GroupOutcome.TRAINED, ready.reply, step)
+            self.mixer.consumed()
+            self.ledger.check()
+            record, self._record = self._record, StepRecord(records=[], retries=Counter(), started_s=self.moved_s)
+            self._on_step(step, record, stats, {"publish_s": publish_s})
+            if step % self.config.checkpoint.every_steps == 0 or step == self.config.steps:
+                with self.telemetry.span("checkpoint", step=step):
+                    await self.checkpoints.save(step, self.parts.learner, self._state())
+            self._changed.set()
+
+    async def _batch(self) -> list[ReadyGroup]:
+        """The step's groups; what has become too old is dropped first and counted (M6.4)."""
+        start_s = time.monotonic()
+        while True:
+            self._changed.clear()
+            for stale in self.ledger.take_stale(self.step, self.config.scheduler.max_staleness):
+                self.mixer.lost(stale.group.task.source)
+                self._end(stale.group, stale.credit, GroupOutcome.DROPPED_STALE, stale.reply)
+            batch = self.ledger.take_batch(self.mixer.quotas)
+            if batch is not None:
+                self.telemetry.record_span("wait_batch", start_s, time.monotonic(), step=self.step + 1)
+                return batch
+            await self._changed.wait()
+
+    def _state(self) -> dict[str, Any]:
+        return {"mixer": self.mixer.state(self.ledger.pending())}
+
+    # ---- watching ---------------------------------------------------------------------------------------------------
+
+    async def _watch(self) -> None:
+        """Shows progress every second. Raises GagarError when nothing has moved for `abort_after_s`."""
+        while True:
+            await asyncio.sleep(1.0)
+            still_s = time.monotonic() - self.moved_s
+            self._on_tick(still_s)
+            if still_s > self.config.scheduler.abort_after_s:
+                raise GagarError(
+                    f"nothing moved for {still_s:.0f} s (scheduler.abort_after_s); the last checkpoint is intact: "
+                    "look at the stall messages above, then run the same command with --resume"
+                )
+
+
+def _items(batch: list[ReadyGroup]) -> list[BatchItem]:
+    return [
+        BatchItem(
+            trajectory_id=m.trajectory.trajectory_id,
+            group_id=ready.group.group_id,
+            advantage=ready.credit.rows[m.trajectory.trajectory_id].advantage,
+            response_tokens=m.trajectory.response_tokens,
+            total_tokens=m.trajectory.total_tokens,
+            payload=m.payload,
+        )
+        for ready in batch
+        for m in ready.group.valid
+    ]
+
+
+def _lost(rolling: RollingGroup, trajectory_id: str, error: str, wall_s: float) -> Trajectory:
+    """A trajectory whose worker died or hung: masked as a lost sandbox, since that is what was lost with it (M1.3)."""
+    return Trajectory(
+        trajectory_id=trajectory_id,
+        group_id=rolling.group_id,
+        task_id=rolling.task.task_id,
+        source=rolling.task.source,
+        status=Status.INFRA_SANDBOX,
+        reward=None,
+        passed=None,
+        turns=0,
+        prompt_tokens=0,
+        response_tokens=0,
+        total_tokens=0,
+        policy_versions=(),
+        payload_sha256=None,
+        engine_s=0.0,
+        sandbox_s=0.0,
+        verify_s=0.0,
+        wall_s=wall_s,
+        error=error,
+    )
