@@ -31,6 +31,9 @@ class HiddenTests:
     """Path -> content, written over the patched tree (they replace whatever the patch put there)."""
     command: str
     """Shell command, run in the repository root; exit code 0 means pass."""
+    modules: tuple[str, ...] = ()
+    """unittest modules (dotted, from the repository root) that `command` runs, visible and hidden. With them the verifier
+    does not trust the exit code, which tested code can forge: its own runner loads them and reports what really ran."""
     timeout_s: float = 60.0
 
 
