@@ -7,7 +7,7 @@ Unknown keys are errors (`extra="forbid"`). Checks that need more than one key l
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
@@ -321,6 +321,11 @@ class GraderConfig(Section):
     """The grader pool."""
 
     backend: Annotated[VllmGraderBackend | EndpointGraderBackend, Field(discriminator="type")]
+    style: Literal["compact", "full"] = "compact"
+    """compact: the terse prompt the shipped grader checkpoint was trained on (default of the vllm backend);
+    full: explains the rubric and shows whole patches, for real language models (default of the endpoint backend)."""
+    repair_rounds: Annotated[int, Field(ge=0, le=1)] = 0
+    """How often a model whose verdict is invalid is told why and asked again; the round counts against timeout_s."""
     workers: PositiveInt = 1
     groups_per_worker: PositiveInt = 4
     """Groups that one grader works on at once."""
@@ -331,6 +336,16 @@ class GraderConfig(Section):
     prompt_chars: PositiveInt = 6000
     """Budget of the group's material in the prompt; patches and logs are cut evenly to fit."""
     resources: Resources = Resources()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _style_of_backend(cls, data: Any) -> Any:
+        """An endpoint serves a real language model, so it gets the full prompt unless the configuration says otherwise."""
+        if not isinstance(data, dict) or data.get("style") is not None:
+            return data
+        backend = data.get("backend")
+        kind = backend.get("type") if isinstance(backend, dict) else getattr(backend, "type", None)
+        return {**data, "style": "full"} if kind == "endpoint" else data
 
 
 class OptimizerConfig(Section):
