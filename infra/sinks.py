@@ -1,0 +1,214 @@
+"""Where telemetry goes: append-only JSONL files, and Weights & Biases.
+
+The files are the record; W&B is a view of it. A W&B failure is reported once and never stops a run.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import netrc
+import os
+import queue
+import secrets
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from configs.schema import WandbConfig
+from infra.errors import StorageError
+
+logger = logging.getLogger("gagar.telemetry")
+
+HISTOGRAM_BINS = 20
+WANDB_QUEUE = 256
+"""Steps that may wait for a slow W&B before they are left out of it (they stay in metrics.jsonl)."""
+WANDB_CLOSE_S = 60.0
+
+
+class JsonlFile:
+    """An append-only file of JSON lines, flushed line by line so that a killed run loses at most a torn last line."""
+
+    def __init__(self, path: Path, *, sync: bool) -> None:
+        """`sync`: each line is on the disk, not only with the operating system, before `append` returns.
+
+        Raises:
+            StorageError: the file cannot be opened.
+        """
+        self.path = path
+        self._sync = sync
+        try:
+            self._file = path.open("a", encoding="utf-8")
+        except OSError as e:
+            raise StorageError(f"{path}: cannot be written ({e}); free space or choose another `output`") from e
+
+    def append(self, line: Mapping[str, Any]) -> None:
+        """Write one line.
+
+        Raises:
+            StorageError: the disk is full or the folder unwritable.
+        """
+        try:
+            self._file.write(json.dumps(line, allow_nan=False) + "\n")
+            self._file.flush()
+            if self._sync:
+                os.fsync(self._file.fileno())
+        except OSError as e:
+            raise StorageError(f"{self.path}: cannot be written ({e}); free space and resume the run") from e
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def histogram(values: Sequence[float]) -> dict[str, list[float] | list[int]] | None:
+    """Equal-width histogram as {"edges": [B + 1], "counts": [B]}; non-finite values are left out, None if none is left.
+
+    Equal values get one bin of width 0.
+    """
+    finite = sorted(float(v) for v in values if math.isfinite(v))
+    if not finite:
+        return None
+    low, high = finite[0], finite[-1]
+    if low == high:
+        return {"edges": [low, high], "counts": [len(finite)]}
+    width = (high - low) / HISTOGRAM_BINS
+    counts = [0] * HISTOGRAM_BINS
+    for v in finite:
+        counts[min(int((v - low) / width), HISTOGRAM_BINS - 1)] += 1
+    return {"edges": [low + width * i for i in range(HISTOGRAM_BINS)] + [high], "counts": counts}
+
+
+def wandb_mode(
+    config: WandbConfig, *, environ: Mapping[str, str], home: Path
+) -> Literal["online", "offline", "disabled"]:
+    """The mode to run in. `auto` follows WANDB_MODE where set, else is online when a key is found without asking the
+    network: in WANDB_API_KEY or in the netrc file under the server's name."""
+    if config.mode != "auto":
+        return config.mode
+    wish = environ.get("WANDB_MODE", "").lower()
+    if wish in ("online", "offline", "disabled"):
+        return wish  # type: ignore[return-value]  # narrowed by the test above, which mypy does not follow for str
+    return "online" if environ.get("WANDB_API_KEY") or _netrc_has_key(environ, home) else "offline"
+
+
+def _netrc_has_key(environ: Mapping[str, str], home: Path) -> bool:
+    host = urlsplit(environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).netloc
+    names = [Path(environ["NETRC"])] if environ.get("NETRC") else [home / ".netrc", home / "_netrc"]
+    for path in names:
+        try:
+            found = netrc.netrc(path).authenticators(host)
+        except (OSError, netrc.NetrcParseError):
+            continue
+        if found and found[2]:
+            return True
+    return False
+
+
+class WandbSink:
+    """Sends steps to W&B from a thread of its own, because importing and starting it takes seconds.
+
+    Nothing the thread meets reaches the run: the first failure is logged as a warning and the sink falls silent.
+    """
+
+    def __init__(
+        self, run_dir: Path, config: WandbConfig, *, mode: Literal["online", "offline"], run_config: Mapping[str, Any]
+    ) -> None:
+        self._run_dir = run_dir
+        self._config = config
+        self._mode = mode
+        self._run_config = dict(run_config)
+        self._run_id = _run_id(run_dir)
+        self._steps: queue.Queue[tuple[int, dict[str, float], dict[str, list[float]]] | None]
+        self._steps = queue.Queue(maxsize=WANDB_QUEUE)
+        self._warned = False
+        self._broken = False
+        self._thread = threading.Thread(target=self._serve, name="wandb", daemon=True)
+        self._thread.start()
+
+    def log(self, step: int, scalars: Mapping[str, float], histograms: Mapping[str, Sequence[float]]) -> None:
+        """Hand over one step; returns at once."""
+        if self._broken:
+            return
+        try:
+            self._steps.put_nowait((step, dict(scalars), {k: list(v) for k, v in histograms.items()}))
+        except queue.Full:
+            self._warn("it does not keep up; steps are left out there (they are all in metrics.jsonl)")
+
+    def close(self, timeout_s: float = WANDB_CLOSE_S) -> None:
+        """Let W&B finish what it was given, for at most `timeout_s`."""
+        if not self._broken:
+            with suppress(queue.Full):
+                self._steps.put(None, timeout=timeout_s)
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            self._warn(f"it did not finish within {timeout_s:g} s; `wandb sync {self._run_dir}/wandb/*` sends the rest")
+
+    def _warn(self, what: str) -> None:
+        if not self._warned:
+            self._warned = True
+            logger.warning("Weights & Biases: %s", what)
+
+    def _serve(self) -> None:
+        try:
+            run = self._start()
+            while (item := self._steps.get()) is not None:
+                self._send(run, *item)
+            run.finish()
+        except Exception as e:  # noqa: BLE001 - the one place where W&B's failures end
+            self._broken = True
+            self._warn(f"switched off ({type(e).__name__}: {e}); metrics go on in metrics.jsonl")
+
+    def _start(self) -> Any:
+        import wandb
+
+        try:
+            return self._init(wandb, self._mode)
+        except Exception as e:  # noqa: BLE001 - online needs network and a valid key; offline needs neither
+            if self._mode == "offline":
+                raise
+            self._warn(f"online start failed ({type(e).__name__}: {e}); going on offline")
+            return self._init(wandb, "offline")
+
+    def _init(self, wandb: Any, mode: str) -> Any:
+        run = wandb.init(
+            project=self._config.project,
+            entity=self._config.entity,
+            dir=str(self._run_dir),
+            name=self._run_dir.name,
+            id=self._run_id,
+            # Offline runs cannot look at the server; syncing folders with one id appends them to one run.
+            resume="allow" if mode == "online" else None,
+            mode=mode,
+            config=self._run_config,
+            settings=wandb.Settings(silent=True, console="off", init_timeout=30.0),
+        )
+        # A resumed run repeats steps after its checkpoint; an explicit axis keeps W&B from refusing them.
+        run.define_metric("step")
+        run.define_metric("*", step_metric="step")
+        return run
+
+    def _send(
+        self, run: Any, step: int, scalars: Mapping[str, float], histograms: Mapping[str, Sequence[float]]
+    ) -> None:
+        import wandb
+
+        rows: dict[str, Any] = {"step": step, **scalars}
+        for name, values in histograms.items():
+            finite = [v for v in values if math.isfinite(v)]
+            if finite:
+                rows[f"{name}_histogram"] = wandb.Histogram(finite)
+        run.log(rows)
+
+
+def _run_id(run_dir: Path) -> str:
+    """The W&B id of this run: made once and kept in the run's folder, so that a resumed run goes on under it."""
+    path = run_dir / "wandb_run_id"
+    if path.exists():
+        return path.read_text(encoding="utf-8").strip()
+    run_id = secrets.token_hex(4)
+    path.write_text(run_id + "\n", encoding="utf-8")
+    return run_id
