@@ -340,7 +340,7 @@ class GraderConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _style_of_backend(cls, data: Any) -> Any:
-        """An endpoint serves a real language model, so it gets the full prompt unless the configuration says otherwise."""
+        """An endpoint serves a real language model: it gets the full prompt unless the configuration says otherwise."""
         if not isinstance(data, dict) or data.get("style") is not None:
             return data
         backend = data.get("backend")

@@ -1,0 +1,172 @@
+"""Citations and what they resolve to (M2.4). What does not resolve is not evidence.
+
+Three forms: "path:line" (a line that the candidate's patch touches, or shows in the new file), "turn:N" (1-based) and
+"log:N" (1-based line of the candidate's test log). A citation is resolved against its own candidate only.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from rollout.trajectory import Transcript
+
+
+class ChangeSign(StrEnum):
+    """Which side of a diff a line stands on."""
+
+    ADDED = "+"
+    REMOVED = "-"
+    CONTEXT = " "
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PatchLine:
+    """One line of a diff."""
+
+    path: str
+    line: int
+    """Number in the new file; for removed lines in the base file."""
+    base_line: int
+    """Number in the base file; for added lines that of the base line just above (0 at the top of a file)."""
+    sign: ChangeSign
+    text: str
+
+    @property
+    def reference(self) -> str:
+        """The citation that names it."""
+        return f"{self.path}:{self.line}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PatchIndex:
+    """A parsed patch."""
+
+    lines: tuple[PatchLine, ...]
+    references: frozenset[str]
+    """Every "path:line" that resolves."""
+
+    @property
+    def changed(self) -> tuple[PatchLine, ...]:
+        """Added and removed lines, in the patch's order."""
+        return tuple(line for line in self.lines if line.sign is not ChangeSign.CONTEXT)
+
+
+class CitationKind(StrEnum):
+    """What a citation points at."""
+
+    PATCH = "patch"
+    TURN = "turn"
+    LOG = "log"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Citation:
+    """A citation that resolved."""
+
+    kind: CitationKind
+    text: str
+    """Normalised, as it is written to the audit trail."""
+
+
+_EVENT = re.compile(r"(turn|log):([1-9][0-9]{0,5})")
+_PLACE = re.compile(r"(?:\./)?([^\s:][^:\n]{0,399}):([1-9][0-9]{0,6})")
+_FILE_START = re.compile(r"^(?=diff --git )", re.MULTILINE)
+
+
+def index_patch(patch: str) -> PatchIndex:
+    """Parse a unified diff written by the policy's side. Never raises: files that do not parse are left out."""
+    lines: list[PatchLine] = []
+    for part in _FILE_START.split(patch):
+        lines.extend(_lines_of(part))
+    return PatchIndex(lines=tuple(lines), references=frozenset(line.reference for line in lines))
+
+
+def _lines_of(part: str) -> list[PatchLine]:
+    from unidiff.patch import PatchSet
+    from unidiff.errors import UnidiffParseError
+
+    if not part.strip():
+        return []
+    try:
+        files = PatchSet.from_string(part)
+    except (UnidiffParseError, ValueError):
+        return []
+    lines: list[PatchLine] = []
+    for file in files:
+        for hunk in file:
+            above = max(hunk.source_start - 1, 0)
+            for line in hunk:
+                above = line.source_line_no or above
+                number = line.source_line_no if line.is_removed else line.target_line_no
+                if number is None:  # the "no newline at end of file" marker
+                    continue
+                text = line.value.rstrip("\n")
+                sign = _sign(line.is_added, line.is_removed)
+                lines.append(PatchLine(path=file.path, line=number, base_line=above, sign=sign, text=text))
+    return lines
+
+
+def _sign(added: bool, removed: bool) -> ChangeSign:
+    return ChangeSign.ADDED if added else ChangeSign.REMOVED if removed else ChangeSign.CONTEXT
+
+
+def log_lines(transcript: Transcript) -> list[str]:
+    """The lines that "log:N" counts."""
+    return transcript.test_log.rstrip("\n").split("\n") if transcript.test_log.strip() else []
+
+
+def resolve(text: str, transcript: Transcript, patch: PatchIndex) -> Citation | None:
+    """What a citation points at in one candidate, or None if it points at nothing."""
+    text = text.strip()
+    if event := _EVENT.fullmatch(text):
+        kind, number = CitationKind(event[1]), int(event[2])
+        count = len(transcript.turns) if kind is CitationKind.TURN else len(log_lines(transcript))
+        return Citation(kind=kind, text=text) if number <= count else None
+    if place := _PLACE.fullmatch(text):
+        reference = f"{place[1]}:{int(place[2])}"
+        return Citation(kind=CitationKind.PATCH, text=reference) if reference in patch.references else None
+    return None
+
+
+def resolve_all(
+    texts: Sequence[str], transcript: Transcript, patch: PatchIndex
+) -> tuple[tuple[Citation, ...], tuple[str, ...]]:
+    """The citations that resolve, without repetition, and those that do not."""
+    found: dict[Citation, None] = {}
+    dropped: list[str] = []
+    for text in texts:
+        citation = resolve(text, transcript, patch)
+        if citation is None:
+            dropped.append(text)
+        else:
+            found[citation] = None
+    return tuple(found), tuple(dropped)
+
+
+def nearest_changed(reference: str, patch: PatchIndex) -> str | None:
+    """The changed line closest to a "path:line": in the same file if it has one, else the patch's first changed line.
+
+    None for a patch that changes no line.
+    """
+    changed = patch.changed
+    if not changed:
+        return None
+    if any(line.reference == reference for line in changed):
+        return reference
+    path, _, number = reference.rpartition(":")
+    same = [line for line in changed if line.path == path]
+    if not same or not number.isdigit():
+        return changed[0].reference
+    return min(same, key=lambda line: (abs(line.line - int(number)), line.line)).reference
+
+
+def touched_lines(patches: Iterable[PatchIndex]) -> Mapping[str, set[int]]:
+    """Numbers of the base-file lines at which any of the patches changes something, by path."""
+    touched: dict[str, set[int]] = {}
+    for patch in patches:
+        for line in patch.changed:
+            touched.setdefault(line.path, set()).add(line.base_line)
+    return touched
