@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 from tokenizers import Tokenizer
 
@@ -202,7 +202,7 @@ class _Template:
         class GenerationBlock(Extension):
             """`{% generation %}` marks assistant text for transformers; here it renders its body."""
 
-            tags: ClassVar[set[str]] = {"generation"}
+            tags = {"generation"}  # noqa: RUF012  (the base class declares an instance variable)
 
             def parse(self, parser: Parser) -> Node:
                 line = next(parser.stream).lineno
