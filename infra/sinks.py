@@ -28,6 +28,8 @@ HISTOGRAM_BINS = 20
 WANDB_QUEUE = 256
 """Steps that may wait for a slow W&B before they are left out of it (they stay in metrics.jsonl)."""
 WANDB_CLOSE_S = 60.0
+WANDB_HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")
+"""Names under which `wandb login` leaves a key in the netrc file when no other server is configured."""
 
 
 class JsonlFile:
@@ -96,14 +98,15 @@ def wandb_mode(
 
 
 def _netrc_has_key(environ: Mapping[str, str], home: Path) -> bool:
-    host = urlsplit(environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).netloc
+    base_url = environ.get("WANDB_BASE_URL")
+    hosts = (urlsplit(base_url).netloc,) if base_url else WANDB_HOSTS
     names = [Path(environ["NETRC"])] if environ.get("NETRC") else [home / ".netrc", home / "_netrc"]
     for path in names:
         try:
-            found = netrc.netrc(path).authenticators(host)
+            entries = netrc.netrc(path)
         except (OSError, netrc.NetrcParseError):
             continue
-        if found and found[2]:
+        if any((entry := entries.authenticators(host)) and entry[2] for host in hosts):
             return True
     return False
 
@@ -111,7 +114,7 @@ def _netrc_has_key(environ: Mapping[str, str], home: Path) -> bool:
 class WandbSink:
     """Sends steps to W&B from a thread of its own, because importing and starting it takes seconds.
 
-    Nothing the thread meets reaches the run: the first failure is logged as a warning and the sink falls silent.
+    Nothing the thread meets reaches the run: a failure is logged as a warning, once, and the sink falls silent.
     """
 
     def __init__(
@@ -124,7 +127,7 @@ class WandbSink:
         self._run_id = _run_id(run_dir)
         self._steps: queue.Queue[tuple[int, dict[str, float], dict[str, list[float]]] | None]
         self._steps = queue.Queue(maxsize=WANDB_QUEUE)
-        self._warned = False
+        self._warned = set[str]()
         self._broken = False
         self._thread = threading.Thread(target=self._serve, name="wandb", daemon=True)
         self._thread.start()
@@ -148,8 +151,8 @@ class WandbSink:
             self._warn(f"it did not finish within {timeout_s:g} s; `wandb sync {self._run_dir}/wandb/*` sends the rest")
 
     def _warn(self, what: str) -> None:
-        if not self._warned:
-            self._warned = True
+        if what not in self._warned:
+            self._warned.add(what)
             logger.warning("Weights & Biases: %s", what)
 
     def _serve(self) -> None:
@@ -158,19 +161,21 @@ class WandbSink:
             while (item := self._steps.get()) is not None:
                 self._send(run, *item)
             run.finish()
-        except Exception as e:  # noqa: BLE001 - the one place where W&B's failures end
+        except Exception as e:  # the one place where W&B's failures end
             self._broken = True
             self._warn(f"switched off ({type(e).__name__}: {e}); metrics go on in metrics.jsonl")
 
     def _start(self) -> Any:
         import wandb
 
+        wandb.setup(settings=wandb.Settings(silent=True))
         try:
             return self._init(wandb, self._mode)
-        except Exception as e:  # noqa: BLE001 - online needs network and a valid key; offline needs neither
+        except Exception as e:  # online needs network and a valid key; offline needs neither
             if self._mode == "offline":
                 raise
             self._warn(f"online start failed ({type(e).__name__}: {e}); going on offline")
+            wandb.teardown()  # else the service holds the run id of the failed start
             return self._init(wandb, "offline")
 
     def _init(self, wandb: Any, mode: str) -> Any:
