@@ -85,8 +85,8 @@ def index_patch(patch: str) -> PatchIndex:
 
 
 def _lines_of(part: str) -> list[PatchLine]:
-    from unidiff.patch import PatchSet
     from unidiff.errors import UnidiffParseError
+    from unidiff.patch import PatchSet
 
     if not part.strip():
         return []
