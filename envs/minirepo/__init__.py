@@ -1,0 +1,1 @@
+"""Generated code-repair tasks in small git repositories."""

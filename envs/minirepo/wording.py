@@ -1,0 +1,41 @@
+"""Issue texts: who reports, in which words. The splits share neither scenes nor sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from envs.task import Split
+
+SCENES: Mapping[Split, tuple[str, ...]] = {
+    Split.TRAIN: (
+        "shop", "library", "garden", "school", "clinic", "museum", "theatre", "farm", "hotel", "bank",
+        "studio", "kitchen", "airport", "gym", "market", "office",
+    ),
+    Split.HELDOUT: ("harbor", "bakery", "cinema", "laundry", "stadium", "winery"),
+}  # fmt: skip
+"""One word for where the code is used."""
+
+REPORTS: Mapping[Split, tuple[str, ...]] = {
+    Split.TRAIN: (
+        "Bug in the {scene} code: {call} {got}, expected {want}. Note: {symptom}. See {helper} in {path}.",
+        "{call} {got} but should return {want}. In {helper} ({path}), {symptom}.",
+        "The {scene} app is wrong: {symptom}. Example: {call} {got}, expected {want}. Fix {helper} in {path}.",
+        "Please fix {helper} in {path}: {symptom}. {call} {got}, it should return {want}.",
+        "In {path} the function {helper} is wrong: {symptom}. {call} {got} instead of {want}.",
+        "{scene}: {call} should return {want}, but it {got}. It uses {helper} from {path}; {symptom}.",
+    ),
+    Split.HELDOUT: (
+        "Users of the {scene} tool report: {symptom}. Call {call}: it {got}, and {want} is right. Look at {helper} in {path}.",
+        "{helper} from {path} has a bug, {symptom}. {call} {got}; correct is {want}.",
+        "Wrong result in the {scene} system. {call} {got} where {want} was due. The cause is {helper} in {path}: {symptom}.",
+    ),
+}
+"""Sentences; `got` reads "returns 3" or "raises KeyError"."""
+
+FILES_LINE: Mapping[Split, str] = {Split.TRAIN: "Files: {files}", Split.HELDOUT: "Files here: {files}"}
+
+NOTES: Mapping[Split, tuple[str, ...]] = {
+    Split.TRAIN: ("helpers for the {scene}", "used by the {scene} app", "see the {scene} notes", "part of the {scene}"),
+    Split.HELDOUT: ("shared {scene} code", "code for the {scene} staff"),
+}
+"""Texts of harmless comments."""
