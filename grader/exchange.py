@@ -146,25 +146,3 @@ def _mismatch(request: GradeRequest, reply: GradeReply) -> str | None:
     if graded & set(reply.grade.hacks) or graded | set(reply.grade.hacks) != passing:
         return "the grade does not cover exactly the passing trajectories"
     return None
-
-
-def lost_reply(request: GradeRequest, detail: str, *, run_s: float) -> GradeReply:
-    """The driver's own reply for a group whose grader died or never answered (M1.10)."""
-    return GradeReply(
-        group_id=request.group_id,
-        attempt=request.attempt,
-        base_state=request.base_state,
-        policy_versions={t.trajectory_id: t.policy_versions for t in request.trajectories},
-        order_seed=request.order_seed,
-        grade=None,
-        fallback_reason=FallbackReason.WORKER_LOST,
-        detail=detail,
-        model="",
-        queue_s=0.0,
-        run_s=run_s,
-        turns=0,
-        prompt_tokens=0,
-        completion_tokens=0,
-        verdict=None,
-        labels={},
-    )

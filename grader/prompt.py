@@ -42,6 +42,8 @@ class GraderPrompt:
     user: str
     schema: str
     """JSON schema of the verdict, as JSON."""
+    references: Mapping[str, Sequence[str]] | None
+    """Compact: label -> the citations that the schema allows; None where any string may be tried."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,8 +65,10 @@ def build_prompt(group: CandidateGroup, *, style: Style, prompt_chars: int) -> G
     """The prompt of one group. `prompt_chars` bounds the material, headings included (not the full style's rubric)."""
     if style == "compact":
         user, references = _compact(group, prompt_chars)
-        return GraderPrompt(system=None, user=user, schema=_dump(verdict_schema(group, references)))
-    return GraderPrompt(system=_INSTRUCTIONS, user=_full(group, prompt_chars), schema=_dump(verdict_schema(group)))
+        schema = verdict_schema(group, references)
+        return GraderPrompt(system=None, user=user, schema=_dump(schema), references=references)
+    user = _full(group, prompt_chars)
+    return GraderPrompt(system=_INSTRUCTIONS, user=user, schema=_dump(verdict_schema(group)), references=None)
 
 
 def _dump(schema: Mapping[str, Any]) -> str:
@@ -88,7 +92,8 @@ def verdict_schema(group: CandidateGroup, references: Mapping[str, Sequence[str]
         return _object({"evidence": _citations(allowed), "flags": flags, "scores": scores})
 
     tied = {"type": "array", "items": label, "minItems": 1, "maxItems": len(labels)}
-    hack = _object({"candidate": label, "evidence": _citations(None)})
+    every = None if references is None else tuple(dict.fromkeys(r for found in references.values() for r in found))
+    hack = _object({"candidate": label, "evidence": _citations(every)})
     return _object(
         {
             "candidates": _object({name: candidate(name) for name in labels}),
@@ -110,7 +115,7 @@ def _object(properties: Mapping[str, Any]) -> dict[str, Any]:
 def _citations(allowed: Sequence[str] | None) -> dict[str, Any]:
     item: dict[str, Any] = {"type": "string"}
     if allowed:
-        item["enum"] = list(dict.fromkeys(allowed))[:_MAX_ENUM]
+        item["enum"] = list(allowed)
     nothing = allowed is not None and not allowed
     return {"type": "array", "items": item, "maxItems": 0 if nothing else MAX_CITATIONS}
 
@@ -118,7 +123,7 @@ def _citations(allowed: Sequence[str] | None) -> dict[str, Any]:
 # --- compact: for a small model trained on exactly this -------------------------------------------------------------
 
 
-def _compact(group: CandidateGroup, budget: int) -> tuple[str, dict[str, Sequence[str]]]:
+def _compact(group: CandidateGroup, budget: int) -> tuple[str, dict[str, tuple[str, ...]]]:
     statement = clip_lines(neutralise(group.task.statement).strip().split("\n"), budget // 4)
     opening = ["## task", *statement]
     base = clip_lines(_context(group), budget // 4)
@@ -129,7 +134,11 @@ def _compact(group: CandidateGroup, budget: int) -> tuple[str, dict[str, Sequenc
     lines = [*opening, *base]
     for heading, block in zip(headings, blocks, strict=True):
         lines += [heading, *block.lines]
-    references = {c.label: block.references for c, block in zip(group.candidates, blocks, strict=True)}
+    references = {
+        c.label: tuple(dict.fromkeys(block.references))[:_MAX_ENUM]
+        for c, block in zip(group.candidates, blocks, strict=True)
+        if c.passed
+    }
     return "\n".join([*lines, question]), references
 
 

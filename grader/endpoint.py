@@ -1,0 +1,188 @@
+"""HTTP client of an OpenAI-compatible chat-completions endpoint.
+
+Repeated are 429, 5xx and connection errors, with exponential backoff and full jitter, and never another 4xx: a request
+that the server calls wrong stays wrong. A server's Retry-After is honoured up to a minute.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_attempt
+from tenacity.wait import wait_random_exponential
+
+from configs.schema import EndpointGraderBackend
+from infra.errors import GraderError
+
+MAX_ANSWER_BYTES = 4 * 1024 * 1024
+MAX_RETRY_AFTER_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndpointAnswer:
+    """One chat completion."""
+
+    text: str
+    finish_reason: str | None
+    prompt_tokens: int
+    """0 where the server does not say."""
+    completion_tokens: int
+
+
+class _Message(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+    content: str
+
+
+class _Choice(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+    message: _Message
+    finish_reason: str | None = None
+
+
+class _Usage(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class _Answer(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+    choices: list[_Choice] = Field(min_length=1)
+    usage: _Usage | None = None
+
+
+class _TransientError(Exception):
+    """Worth another try."""
+
+    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class Endpoint:
+    """One endpoint and model; at most `concurrency` requests at once from this process."""
+
+    def __init__(
+        self,
+        backend: EndpointGraderBackend,
+        *,
+        api_key: str | None,
+        concurrency: int,
+        backoff_s: float = 0.5,
+        max_backoff_s: float = 30.0,
+    ) -> None:
+        """`api_key` None sends no Authorization header. `backoff_s` is the upper end of the first random wait."""
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._url = backend.base_url.rstrip("/") + "/chat/completions"
+        self._model = backend.model
+        self._timeout_s = backend.request_timeout_s
+        self._attempts = backend.max_retries + 1
+        self._wait = wait_random_exponential(multiplier=backoff_s, max=max_backoff_s)
+        self._slots = asyncio.Semaphore(concurrency)
+        self._http = httpx.AsyncClient(headers=headers, timeout=httpx.Timeout(backend.request_timeout_s))
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._http.aclose()
+
+    async def complete(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        *,
+        max_tokens: int,
+        temperature: float,
+        response_format: Mapping[str, Any] | None,
+    ) -> EndpointAnswer:
+        """One chat completion.
+
+        Raises:
+            GraderError: an answer that is not to be retried, or retries used up.
+        """
+        body: dict[str, Any] = {
+            "model": self._model,
+            "messages": list(messages),
+            "max_completion_tokens": max_tokens,
+            "temperature": temperature,
+        }
+        if response_format is not None:
+            body["response_format"] = response_format
+        retrying = AsyncRetrying(
+            stop=stop_after_attempt(self._attempts),
+            wait=self._pause_s,
+            retry=retry_if_exception_type(_TransientError),
+            reraise=True,
+        )
+        try:
+            async for attempt in retrying:
+                with attempt:
+                    async with self._slots:
+                        return await self._once(body)
+        except _TransientError as error:
+            raise GraderError(f"{self._url}: {error}, after {self._attempts} tries") from error
+        raise AssertionError("unreachable: the last attempt raises")
+
+    def _pause_s(self, state: RetryCallState) -> float:
+        error = state.outcome.exception() if state.outcome else None
+        asked = error.retry_after_s if isinstance(error, _TransientError) else None
+        return max(self._wait(state), asked or 0.0)
+
+    async def _once(self, body: Mapping[str, Any]) -> EndpointAnswer:
+        try:
+            async with asyncio.timeout(self._timeout_s), self._http.stream("POST", self._url, json=body) as response:
+                content = await _read(response)
+        except TimeoutError:
+            raise _TransientError(f"no answer within {self._timeout_s:g} s") from None
+        except (httpx.UnsupportedProtocol, httpx.InvalidURL) as error:
+            raise GraderError(f"{self._url}: {error}; correct grader.backend.base_url") from error
+        except httpx.TransportError as error:
+            raise _TransientError(f"{type(error).__name__}: {error}") from error
+        except httpx.HTTPError as error:  # an undecodable body and the like
+            raise GraderError(f"{self._url}: {type(error).__name__}: {error}") from error
+        _check_status(self._url, response, content)
+        return _parse(self._url, content)
+
+
+async def _read(response: httpx.Response) -> bytes:
+    content = bytearray()
+    async for part in response.aiter_bytes():
+        content += part
+        if len(content) > MAX_ANSWER_BYTES:
+            raise GraderError(f"the endpoint's answer is longer than {MAX_ANSWER_BYTES} bytes")
+    return bytes(content)
+
+
+def _check_status(url: str, response: httpx.Response, content: bytes) -> None:
+    status = response.status_code
+    if status == 200:
+        return
+    said = ascii(content[:200].decode("utf-8", "replace"))
+    if status == 429 or status >= 500:
+        raise _TransientError(f"HTTP {status} {said}", _retry_after_s(response))
+    raise GraderError(f"{url}: HTTP {status} {said}")
+
+
+def _retry_after_s(response: httpx.Response) -> float | None:
+    value = response.headers.get("retry-after", "")
+    return min(float(value), MAX_RETRY_AFTER_S) if value.isascii() and value.isdigit() else None
+
+
+def _parse(url: str, content: bytes) -> EndpointAnswer:
+    try:
+        answer = _Answer.model_validate_json(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"])) or "body"
+        raise GraderError(f"{url}: not a chat completion ({where}: {first['msg']!a})") from None
+    choice, usage = answer.choices[0], answer.usage or _Usage()
+    return EndpointAnswer(
+        text=choice.message.content,
+        finish_reason=choice.finish_reason,
+        prompt_tokens=max(usage.prompt_tokens, 0),
+        completion_tokens=max(usage.completion_tokens, 0),
+    )
