@@ -7,13 +7,32 @@ Unknown keys are errors (`extra="forbid"`). Checks that need more than one key l
 from __future__ import annotations
 
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    ValidationInfo,
+    model_validator,
+)
 
 Probability = Annotated[float, Field(ge=0.0, le=1.0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0.0)]
+
+
+def _against_config_folder(value: str, info: ValidationInfo) -> str:
+    """A relative model folder means one beside the configuration file (`configs.load` gives its folder)."""
+    folder = (info.context or {}).get("folder")
+    return str((folder / Path(value).expanduser()).resolve()) if folder is not None else value
+
+
+ModelFolder = Annotated[str, AfterValidator(_against_config_folder)]
 
 
 class Section(BaseModel):
@@ -258,7 +277,7 @@ class SamplingConfig(Section):
 class EngineConfig(Section):
     """One pool of vLLM engines."""
 
-    model: str
+    model: ModelFolder
     """HF checkpoint folder (relative paths: against the folder of the configuration file)."""
     replicas: PositiveInt = 1
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -364,7 +383,7 @@ class OptimizerConfig(Section):
 class LearnerConfig(Section):
     """The DeepSpeed actor group."""
 
-    model: str
+    model: ModelFolder
     """HF checkpoint folder the policy starts from."""
     device: Literal["cpu", "cuda"] = "cpu"
     dtype: Literal["float32", "bfloat16"] = "float32"

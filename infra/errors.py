@@ -5,30 +5,19 @@ A failure is data: it is attributed to exactly one boundary, recorded on the tra
 
 from __future__ import annotations
 
-from enum import StrEnum
+from configs.errors import Boundary, ConfigError, GagarError
 
-
-class Boundary(StrEnum):
-    """Where a failure happened."""
-
-    SANDBOX = "sandbox"
-    ENGINE = "engine"
-    VERIFIER = "verifier"
-    GRADER = "grader"
-    LEARNER = "learner"
-    STORAGE = "storage"
-    CONFIG = "config"
-    DRIVER = "driver"
-
-
-class GagarError(Exception):
-    """Base of all errors raised by this project. `str(error)` is the message a user should read."""
-
-    boundary: Boundary = Boundary.DRIVER
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message)
-        self.message = message
+__all__ = [
+    "Boundary",
+    "ConfigError",
+    "EngineError",
+    "GagarError",
+    "GraderError",
+    "LearnerError",
+    "SandboxError",
+    "StorageError",
+    "VerifierError",
+]
 
 
 class SandboxError(GagarError):
@@ -65,9 +54,3 @@ class StorageError(GagarError):
     """A run folder, checkpoint or object could not be read or written."""
 
     boundary = Boundary.STORAGE
-
-
-class ConfigError(GagarError):
-    """A configuration that cannot run. The message names file, key path, value and remedy."""
-
-    boundary = Boundary.CONFIG

@@ -74,7 +74,7 @@ def check(pins: dict[str, str], *, files: bool = False) -> list[Problem]:
 
 
 def _lost_file(distribution: metadata.Distribution) -> str | None:
-    """The first recorded file that is not on disk; bytecode does not count. No record at all counts as one lost file."""
+    """The first recorded file that is not on disk; bytecode does not count. No record at all counts as one."""
     recorded: Iterable[metadata.PackagePath] | None = distribution.files
     if recorded is None:
         return "RECORD"
