@@ -1,0 +1,177 @@
+"""`report.html` of a run: one page that opens without a network, made from the files of the run folder alone.
+
+Much of what it shows was written by the policy or the grader's model. Every value is escaped by the template engine,
+and the page's own policy forbids scripts.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from infra.errors import StorageError
+from infra.spans import CHECKPOINT, GRADE, LEARN, PUBLISH, ROLLOUT
+from orchestrator.charts import Chart, line_chart, stacked_bars, timeline
+from orchestrator.progress import summary_rows
+from orchestrator.runfiles import CONFIG, EVAL, GROUPS, METRICS, SPANS, read_jsonl, read_spans, require_run
+
+MAX_GROUPS = 200
+"""Groups listed, the newest first; all of them are in groups.jsonl."""
+TIMELINE_STEPS = 3
+TIMELINE_S = 120.0
+"""Length of the timeline of a run that has not finished a step."""
+
+Row = Mapping[str, Any]
+
+
+def write_report(run_dir: Path) -> Path:
+    """Write `report.html` into the run folder and return its path. The run may be unfinished.
+
+    Raises:
+        StorageError: the folder is not a run, its files are damaged, or the report cannot be written.
+    """
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    require_run(run_dir)
+    metrics = read_jsonl(run_dir / METRICS)
+    groups = read_jsonl(run_dir / GROUPS)
+    evals = read_jsonl(run_dir / EVAL)
+    config = run_dir / CONFIG
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent / "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    page = environment.get_template("report.html.j2").render(
+        name=run_dir.name,
+        made=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        steps=len(metrics),
+        summary=summary_rows(metrics, evals, {}),
+        charts=[c for c in (*step_charts(metrics), occupancy(run_dir, metrics)) if c is not None],
+        evals=evals,
+        scalars=first_and_last(metrics),
+        groups=[group_row(g) for g in reversed(groups[-MAX_GROUPS:])],
+        groups_total=len(groups),
+        config=config.read_text(encoding="utf-8", errors="replace") if config.is_file() else "",
+    )
+    path, part = run_dir / "report.html", run_dir / ".report.html.part"
+    try:
+        part.write_text(page, encoding="utf-8", errors="replace")
+        part.replace(path)
+    except OSError as e:
+        raise StorageError(f"{path}: cannot be written ({e}); free space and run `gagar report` again") from e
+    return path
+
+
+def step_charts(metrics: Sequence[Row]) -> list[Chart | None]:
+    """Everything that is drawn over optimiser steps."""
+    lambdas = {
+        "mean": _line(metrics, "redistribution/lambda_mean"),
+        "p95": _line(metrics, "redistribution/lambda_p95"),
+    }
+    shares = {
+        "cap rate": _line(metrics, "redistribution/lambda_capped_rate"),
+        "grader success": _line(metrics, "grading/success_rate"),
+        "grading beside rollouts": _line(metrics, "overlap/share"),
+    }
+    ends = {
+        name.removeprefix("groups/"): name for name in _names(metrics, "groups/") if not name.endswith(("50", "95"))
+    }
+    time_parts = {key: f"time/{key}_s" for key in ("rollout", "grading", "learning", "publish", "checkpoint", "idle")}
+    gap = {
+        "mean": _line(metrics, "learner/logprob_gap_mean"),
+        "max": _line(metrics, "learner/logprob_gap_max"),
+    }
+    return [
+        line_chart("Pass rate by source", _lines(metrics, "pass_rate/"), low=0.0, high=1.0),
+        line_chart("Reward by source", _lines(metrics, "reward/")),
+        stacked_bars("Tiers of graded passes", {f"T{i}": _bars(metrics, f"grading/tier{i}_share") for i in (1, 2, 3)}),
+        line_chart("Lambda before the cap", _some(lambdas)),
+        line_chart("Shares", _some(shares), low=0.0, high=1.0),
+        stacked_bars("Groups by end", {key: _bars(metrics, name) for key, name in ends.items()}),
+        stacked_bars("Where the time of a step went, seconds", {k: _bars(metrics, n) for k, n in time_parts.items()}),
+        line_chart("Entropy, nats", _some({"entropy": _line(metrics, "learner/entropy")})),
+        line_chart("Learner and engine log-probability gap", _some(gap)),
+        line_chart(
+            "Generated tokens a trajectory", _some({"mean": _line(metrics, "trajectories/response_tokens_mean")})
+        ),
+    ]
+
+
+def occupancy(run_dir: Path, metrics: Sequence[Row]) -> Chart | None:
+    """What ran beside what in the last steps, from spans.jsonl."""
+    spans = read_spans(run_dir / SPANS)
+    if not spans:
+        return None
+    recent = [m for m in metrics[-TIMELINE_STEPS:] if m.get("time/step_s") is not None]
+    if recent:
+        end = recent[-1]["time_s"]
+        start = recent[0]["time_s"] - recent[0]["time/step_s"]
+        title = f"What ran when, steps {recent[0]['step']} to {recent[-1]['step']}"
+    else:
+        end = max(s.end_s for s in spans)
+        start = max(end - TIMELINE_S, min(s.start_s for s in spans))
+        title = f"What ran when, last {end - start:.0f} s"
+    return timeline(title, spans, (ROLLOUT, GRADE, LEARN, PUBLISH, CHECKPOINT), (start, end))
+
+
+def group_row(record: Row) -> dict[str, Any]:
+    """One group for the table: its record, and each trajectory with the advantage it would have had by outcome alone."""
+    valid = [t["reward"] for t in record["trajectories"] if t["valid"] and t["reward"] is not None]
+    mean = fmean(valid) if valid else 0.0
+    rows = []
+    for t in record["trajectories"]:
+        scores, flags = t.get("scores"), t.get("flags") or {}
+        rows.append(
+            {
+                **t,
+                "before": t["reward"] - mean if t["valid"] and t["reward"] is not None else None,
+                "scores": " ".join(f"{k} {v}" for k, v in scores.items()) if scores else "",
+                "flags": ", ".join(k for k, v in flags.items() if v),
+                "versions": ", ".join(map(str, t["policy_versions"])),
+                "patch": t.get("patch") or "",
+            }
+        )
+    grader = record.get("grader")
+    return {
+        **record,
+        "rows": rows,
+        "passes": sum(bool(t["passed"]) for t in record["trajectories"] if t["valid"]),
+        "verdict": json.dumps(grader, indent=1, ensure_ascii=False) if grader else "",
+    }
+
+
+def first_and_last(metrics: Sequence[Row]) -> list[tuple[str, float | None, float | None]]:
+    """(name, first value, last value) of every scalar of the run."""
+    names = sorted({n for m in metrics for n in m} - {"step", "time_s", "histograms"})
+    out = []
+    for name in names:
+        values = [m[name] for m in metrics if name in m]
+        out.append((name, values[0], values[-1]))
+    return out
+
+
+def _names(metrics: Sequence[Row], prefix: str) -> list[str]:
+    return sorted({name for m in metrics for name in m if name.startswith(prefix)})
+
+
+def _line(metrics: Sequence[Row], name: str) -> list[tuple[float, float]]:
+    return [(float(m["step"]), float(m[name])) for m in metrics if m.get(name) is not None]
+
+
+def _bars(metrics: Sequence[Row], name: str) -> dict[int, float]:
+    return {int(m["step"]): float(m[name]) for m in metrics if m.get(name) is not None}
+
+
+def _lines(metrics: Sequence[Row], prefix: str) -> dict[str, list[tuple[float, float]]]:
+    return _some({name.removeprefix(prefix): _line(metrics, name) for name in _names(metrics, prefix)})
+
+
+def _some(series: Mapping[str, list[tuple[float, float]]]) -> dict[str, list[tuple[float, float]]]:
+    return {name: points for name, points in series.items() if points}
