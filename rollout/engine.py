@@ -1,4 +1,4 @@
-"""What an inference engine is to everybody else: tokens in, tokens out, with what the loss needs of every sampled token.
+"""What an inference engine is to everybody else: tokens in, tokens out, with what the loss needs of each sampled token.
 
 Light on purpose: vLLM itself is imported by `rollout.vllm_engine`, inside the engine's own actor only.
 """
@@ -18,7 +18,7 @@ class Generation:
     token_ids: tuple[int, ...]
     """[T], the stop token included where one was sampled."""
     logprobs: tuple[float, ...]
-    """[T] log mu: log-probability of each token under the distribution it was sampled from, i.e. after temperature (M5.1)."""
+    """[T] log mu: log-probability of each token in the distribution it was sampled from, after temperature (M5.1)."""
     versions: tuple[int, ...]
     """[T] policy version that sampled each token; never falls (M6.4)."""
     finish_reason: Literal["stop", "length"]
