@@ -97,9 +97,9 @@ def _locate(loc: Sequence[str | int], data: Any) -> tuple[KeyPath, Any, bool]:
     path: list[str | int] = []
     value, exists = data, True
     for part in loc:
-        if (isinstance(value, Mapping) and part in value) or (
-            isinstance(value, list) and isinstance(part, int) and part < len(value)
-        ):
+        if isinstance(value, Mapping) and part in value:  # noqa: SIM114 (each branch narrows its own type)
+            value = value[part]
+        elif isinstance(value, list) and isinstance(part, int) and part < len(value):
             value = value[part]
         elif isinstance(value, Mapping) and part in (value.get("type"), value.get("name")):
             continue
