@@ -5,15 +5,10 @@ The format is orchestrator/groups.schema.json.
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from configs.schema import AdvantageMode
-from grader.worker import GradeReply
-from infra.errors import StorageError
+from grader.exchange import GradeReply
 from orchestrator.credit import Credit, GroupOutcome, Row
 from orchestrator.ledger import CompleteGroup, Member
 
@@ -26,8 +21,12 @@ def audit_record(
     step: int | None,
     lambda_max: float,
     reply: GradeReply | None,
+    ready_s: float | None,
 ) -> dict[str, Any]:
-    """One line of groups.jsonl. `step` is the optimiser step (1-based) that trained on the group, else None."""
+    """One line of groups.jsonl. `step` is the optimiser step (1-based) that trained on the group, else None.
+
+    `ready_s`: when the group got its advantages, on the clock of its other times; None if it never did.
+    """
     return {
         "group_id": group.group_id,
         "task_id": group.task.task_id,
@@ -41,7 +40,8 @@ def audit_record(
         "lambda_max": lambda_max if credit.mode is AdvantageMode.REDISTRIBUTE else None,
         "capped": credit.capped,
         "grader": reply.audit() if reply else None,
-        "ready_latency_s": round(group.completed_s - group.admitted_s, 3),
+        "rollout_s": round(group.completed_s - group.admitted_s, 3),
+        "ready_latency_s": round(ready_s - group.completed_s, 3) if ready_s is not None else None,
         "trajectories": [_trajectory(m, credit.rows.get(m.trajectory.trajectory_id)) for m in group.members],
     }
 
@@ -73,30 +73,3 @@ def _trajectory(member: Member, row: Row | None) -> dict[str, Any]:
         "wall_s": round(t.wall_s, 4),
         "error": t.error,
     }
-
-
-class AuditLog:
-    """Appends to groups.jsonl; every line reaches the disk before `append` returns."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            self._file = path.open("a", encoding="utf-8")
-        except OSError as e:
-            raise StorageError(f"{path}: cannot be written ({e}); free space or choose another `output`") from e
-
-    def append(self, record: Mapping[str, Any]) -> None:
-        """Write one line.
-
-        Raises:
-            StorageError: the disk is full or the folder unwritable.
-        """
-        try:
-            self._file.write(json.dumps(record, allow_nan=False) + "\n")
-            self._file.flush()
-            os.fsync(self._file.fileno())
-        except OSError as e:
-            raise StorageError(f"{self.path}: cannot be written ({e}); free space and resume the run") from e
-
-    def close(self) -> None:
-        self._file.close()

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from configs.schema import AdvantageMode, AlgorithmConfig
-from grader.rubric import factors as rubric_factors
 from grader.verdict import Grade
 from learner.advantage import advantages, length_penalty
 from rollout.trajectory import Status, Trajectory
@@ -106,12 +105,12 @@ def credit(
     `fallback_reason` says why, M1.10). Grades attach by trajectory id, never by position (M2.6).
     """
     valid = [t for t in trajectories if not t.status.masked]
-    hacks = grade.hacks if grade else frozenset()
+    hacks = grade.hacks if grade else {}
+    marks = [grade.candidates.get(t.trajectory_id) if grade else None for t in valid]
     passed = [bool(t.passed) and t.trajectory_id not in hacks for t in valid]
-    rewards = [0.0 if t.trajectory_id in hacks else float(t.reward or 0.0) for t in valid]
+    rewards: Sequence[float] = [0.0 if t.trajectory_id in hacks else float(t.reward or 0.0) for t in valid]
     skip = _mixed(passed)
     mode = algorithm.mode if grade else AdvantageMode.OUTCOME
-    ties, factors = _factors(valid, passed, grade, algorithm)
     if skip is None and algorithm.length_penalty is not None:
         rewards = length_penalty(
             rewards,
@@ -122,20 +121,20 @@ def credit(
             config=algorithm.length_penalty,
         )
     # A hack can empty the passing side: the rewards are then all equal, so the outcome advantages are all zero.
+    factors = [mark.factor if mark else None for mark in marks]
     result = advantages(mode if skip is None else AdvantageMode.OUTCOME, rewards, passed, factors, algorithm.lambda_max)
     rows = {}
-    for i, t in enumerate(valid):
-        mark = grade.candidates.get(t.trajectory_id) if grade else None
+    for i, (t, mark) in enumerate(zip(valid, marks, strict=True)):
         rows[t.trajectory_id] = Row(
             passed=passed[i],
             outcome_reward=float(t.reward or 0.0),
             reward=rewards[i],
             hack=t.trajectory_id in hacks,
-            tier=mark.tier if mark else None,
+            tier=mark.tier.value if mark else None,
             scores=mark.scores.as_dict() if mark else None,
             flags=mark.flags.as_dict() if mark else None,
-            tie=ties[i],
-            factor=factors[i],
+            tie=mark.tie if mark else None,
+            factor=mark.factor if mark else None,
             advantage=result.values[i],
         )
     return Credit(
@@ -147,20 +146,3 @@ def credit(
         capped=result.capped,
         rows=rows,
     )
-
-
-def _factors(
-    valid: Sequence[Trajectory], passed: Sequence[bool], grade: Grade | None, algorithm: AlgorithmConfig
-) -> tuple[list[int | None], list[float | None]]:
-    """Tie indices and factors of the trajectories that still pass: counted anew without the confirmed hacks (M3.3)."""
-    ties: list[int | None] = [None] * len(valid)
-    factors: list[float | None] = [None] * len(valid)
-    if grade is None:
-        return ties, factors
-    kept = [i for i, p in enumerate(passed) if p]
-    marks = [grade.candidates[valid[i].trajectory_id] for i in kept]
-    dense = [sorted({m.tie for m in marks if m.tier == mark.tier}).index(mark.tie) for mark in marks]
-    values = rubric_factors([m.tier for m in marks], dense, algorithm.rubric)
-    for i, tie, value in zip(kept, dense, values, strict=True):
-        ties[i], factors[i] = tie, value
-    return ties, factors

@@ -16,7 +16,7 @@ from enum import StrEnum
 from typing import Any
 
 from envs.task import Task
-from grader.worker import GradeReply
+from grader.exchange import GradeReply
 from orchestrator.credit import Credit, GroupOutcome
 from rollout.trajectory import Trajectory
 
@@ -180,6 +180,16 @@ class Ledger:
             list(self._rolling.values()) if stage is Stage.ROLLING else list(self._grading.values())
         )
         return sum(1 for g in groups if source in (None, g.task.source))
+
+    def oldest_s(self, stage: Stage) -> float | None:
+        """When the oldest group of a stage got there; None if there is none."""
+        if stage is Stage.ROLLING:
+            times = [g.admitted_s for g in self._rolling.values()]
+        elif stage is Stage.GRADING:
+            times = [g.completed_s for g in self._grading.values()]
+        else:
+            times = [r.ready_s for q in self._ready.values() for r in q]
+        return min(times, default=None)
 
     @property
     def living(self) -> int:

@@ -14,22 +14,27 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
 
 from configs.schema import AdvantageMode, RunConfig
 from envs.task import Split, TaskKind, TaskSource
-from grader.worker import GradeReply, GradeRequest, base_state, lost_reply
+from grader.exchange import GradeReply, GradeRequest, accept, base_state_of, lost_reply
 from infra.errors import GagarError
 from infra.pool import ActorLost, ActorPool, ActorTimeout
+from infra.sinks import JsonlFile
+from infra.spans import CHECKPOINT, GRADE, LEARN, PUBLISH, ROLLOUT
 from infra.telemetry import Telemetry
-from learner.group import BatchItem, LearnerGroup
-from orchestrator.audit import AuditLog, audit_record
+from learner.group import BatchItem, LearnerGroup, StepStats
+from orchestrator.audit import audit_record
 from orchestrator.checkpoint import Checkpoints
 from orchestrator.credit import Credit, GroupOutcome, classify, credit, skipped
 from orchestrator.ledger import CompleteGroup, Ledger, Member, ReadyGroup, RollingGroup, Stage
 from orchestrator.mixer import Mixer
+from orchestrator.progress import Activity
 from rollout.engine import EnginePool
 from rollout.trajectory import Status, Trajectory
 
@@ -47,13 +52,29 @@ class Parts:
 
 @dataclass(slots=True, kw_only=True)
 class StepRecord:
-    """What happened between two optimiser steps, for metrics."""
+    """What happened between the ends of two optimiser steps, for metrics."""
 
-    records: list[dict[str, Any]]
-    """Audit records of the groups that ended."""
-    retries: Counter[str]
-    """Trajectories sampled again, by the status of the lost one."""
     started_s: float
+    records: list[dict[str, Any]] = field(default_factory=list)
+    """Audit records of the groups that ended."""
+    retries: Counter[str] = field(default_factory=Counter)
+    """Trajectories sampled again, by the status of the lost one."""
+
+
+class Observer(Protocol):
+    """Told what happens; shows and logs it. Must not raise but for storage failures."""
+
+    def on_step(self, scheduler: Scheduler, record: StepRecord, stats: StepStats) -> None:
+        """Optimiser step `scheduler.step` is done and its weights are published."""
+        ...
+
+    def on_checkpoint(self, path: Path) -> None:
+        """A checkpoint is complete."""
+        ...
+
+    def on_tick(self, scheduler: Scheduler, still_s: float) -> None:
+        """Called every second; nothing has moved for `still_s`."""
+        ...
 
 
 class Scheduler:
@@ -66,11 +87,10 @@ class Scheduler:
         parts: Parts,
         ledger: Ledger,
         mixer: Mixer,
-        audit: AuditLog,
+        audit: JsonlFile,
         checkpoints: Checkpoints,
         telemetry: Telemetry,
-        on_step: Callable[[int, StepRecord, Any, Mapping[str, float]], None],
-        on_tick: Callable[[float], None],
+        observer: Observer,
         start_step: int = 0,
     ) -> None:
         self.config = config
@@ -84,9 +104,9 @@ class Scheduler:
         """Optimiser steps done; also the version of the weights in the engines."""
         self.moved_s = time.monotonic()
         """When anything last moved: a trajectory, a grade, a step."""
-        self._on_step = on_step
-        self._on_tick = on_tick
-        self._grading = Counter[str]()
+        self.activity: tuple[Activity, float] = ("waiting", time.monotonic())
+        """What `_train` does, and since when."""
+        self._observer = observer
         rollout_slots = parts.rollout.occupancy()[1]
         grader_slots = parts.grader.occupancy()[1] if parts.grader else 1
         self._to_roll: asyncio.Queue[tuple[RollingGroup, int, int]] = asyncio.Queue(maxsize=rollout_slots)
@@ -96,7 +116,7 @@ class Scheduler:
         self._grade_slots = asyncio.Semaphore(grader_slots)
         self._changed = asyncio.Event()
         """Set when a group became ready or ended: wakes `_admit` and `_train`."""
-        self._record = StepRecord(records=[], retries=Counter(), started_s=time.monotonic())
+        self._record = StepRecord(started_s=time.monotonic())
 
     async def run(self) -> None:
         """Train until the configured number of steps is done.
@@ -162,18 +182,18 @@ class Scheduler:
         start_s = time.monotonic()
         wall_s = self.config.rollout.limits.wall_s
         payload = transcript = None
-        try:
-            trajectory, (payload, transcript) = await self.parts.rollout.call(
-                "rollout", rolling.task, trajectory_id, rolling.group_id, num_returns=3, timeout_s=2 * wall_s
-            )
-        except (ActorLost, ActorTimeout) as e:
-            trajectory = _lost(rolling, trajectory_id, str(e), time.monotonic() - start_s)
-        finally:
-            self._roll_slots.release()
+        with self.telemetry.span(
+            ROLLOUT, group_id=rolling.group_id, source=rolling.task.source, trajectory_id=trajectory_id
+        ):
+            try:
+                trajectory, (payload, transcript) = await self.parts.rollout.call(
+                    "rollout", rolling.task, trajectory_id, rolling.group_id, num_returns=3, timeout_s=2 * wall_s
+                )
+            except (ActorLost, ActorTimeout) as e:
+                trajectory = _lost(rolling, trajectory_id, str(e), time.monotonic() - start_s)
+            finally:
+                self._roll_slots.release()
         self.moved_s = time.monotonic()
-        self.telemetry.record_span(
-            "rollout", start_s, self.moved_s, group_id=rolling.group_id, source=rolling.task.source, id=trajectory_id
-        )
         if trajectory.status.masked and attempt < self.config.rollout.infra_retries:
             self._record.retries[trajectory.status.value] += 1
             await self._to_roll.put((rolling, slot, attempt + 1))
@@ -213,27 +233,29 @@ class Scheduler:
         request = GradeRequest(
             group_id=group.group_id,
             task=group.task,
-            base_state=base_state(group.task),
+            base_state=base_state_of(group.task),
             trajectories=tuple(m.trajectory for m in group.valid),
             order_seed=self.config.seed + group.index,
-            attempt=0,
+            submitted_unix_s=time.time(),
         )
         start_s = time.monotonic()
-        try:
-            transcripts = [m.transcript for m in group.valid]
-            timeout_s = self.config.grader.timeout_s * 1.5 + 10.0
-            reply = await self.parts.grader.call("grade", request, *transcripts, timeout_s=timeout_s)
-        except (ActorLost, ActorTimeout) as e:
-            reply = lost_reply(request, str(e), run_s=time.monotonic() - start_s)
-        finally:
-            self._grade_slots.release()
+        transcripts = [m.transcript for m in group.valid]
+        # The worker keeps the limit itself; this one is for a worker that hangs.
+        deadline_s = self.config.grader.timeout_s * 1.5 + 10.0
+        with self.telemetry.span(GRADE, group_id=group.group_id):
+            try:
+                reply = await self.parts.grader.call("grade", request, *transcripts, timeout_s=deadline_s)
+                reply = accept(request, reply)
+            except (ActorLost, ActorTimeout) as e:
+                reply = lost_reply(request, str(e), run_s=time.monotonic() - start_s)
+            finally:
+                self._grade_slots.release()
         self.moved_s = time.monotonic()
-        self.telemetry.record_span("grade", start_s, self.moved_s, group_id=group.group_id)
         given = credit(
             [m.trajectory for m in group.members],
             self.config.algorithm,
             grade=reply.grade,
-            fallback_reason=reply.fallback.value if reply.fallback else None,
+            fallback_reason=reply.fallback_reason.value if reply.fallback_reason else None,
         )
         if given.skip is not None:
             self._end(group, given, given.skip, reply)
@@ -252,11 +274,19 @@ class Scheduler:
         given: Credit,
         outcome: GroupOutcome,
         reply: GradeReply | None = None,
+        *,
+        ready_s: float | None = None,
         step: int | None = None,
     ) -> None:
         """The group leaves in some way: its line goes to the audit trail and its references go free."""
         record = audit_record(
-            group, given, outcome=outcome, step=step, lambda_max=self.config.algorithm.lambda_max, reply=reply
+            group,
+            given,
+            outcome=outcome,
+            step=step,
+            lambda_max=self.config.algorithm.lambda_max,
+            reply=reply,
+            ready_s=ready_s,
         )
         self.audit.append(record)
         self._record.records.append(record)
@@ -272,36 +302,46 @@ class Scheduler:
         while self.step < self.config.steps:
             batch = await self._batch()
             step = self.step + 1
-            with self.telemetry.span("learn", step=step):
+            with self._doing("learning", LEARN, step):
                 stats = await self.parts.learner.train_step(_items(batch))
-            with self.telemetry.span("publish", step=step):
-                publish_s = await self.parts.learner.publish(self.parts.engines, step)
+            with self._doing("publishing", PUBLISH, step):
+                await self.parts.learner.publish(self.parts.engines, step)
             self.step = step
-            self.moved_s = time.monotonic()
             for ready in batch:
-                self._end(ready.group, ready.credit, GroupOutcome.TRAINED, ready.reply, step)
+                self._end(
+                    ready.group, ready.credit, GroupOutcome.TRAINED, ready.reply, ready_s=ready.ready_s, step=step
+                )
             self.mixer.consumed()
             self.ledger.check()
-            record, self._record = self._record, StepRecord(records=[], retries=Counter(), started_s=self.moved_s)
-            self._on_step(step, record, stats, {"publish_s": publish_s})
+            record, self._record = self._record, StepRecord(started_s=self.moved_s)
+            self._observer.on_step(self, record, stats)
             if step % self.config.checkpoint.every_steps == 0 or step == self.config.steps:
-                with self.telemetry.span("checkpoint", step=step):
-                    await self.checkpoints.save(step, self.parts.learner, self._state())
+                with self._doing("checkpointing", CHECKPOINT, step):
+                    path = await self.checkpoints.save(step, self.parts.learner, self._state())
+                self._observer.on_checkpoint(path)
             self._changed.set()
 
     async def _batch(self) -> list[ReadyGroup]:
         """The step's groups; what has become too old is dropped first and counted (M6.4)."""
-        start_s = time.monotonic()
         while True:
             self._changed.clear()
             for stale in self.ledger.take_stale(self.step, self.config.scheduler.max_staleness):
                 self.mixer.lost(stale.group.task.source)
-                self._end(stale.group, stale.credit, GroupOutcome.DROPPED_STALE, stale.reply)
+                self._end(
+                    stale.group, stale.credit, GroupOutcome.DROPPED_STALE, stale.reply, ready_s=stale.ready_s
+                )
             batch = self.ledger.take_batch(self.mixer.quotas)
             if batch is not None:
-                self.telemetry.record_span("wait_batch", start_s, time.monotonic(), step=self.step + 1)
                 return batch
             await self._changed.wait()
+
+    @contextmanager
+    def _doing(self, activity: Activity, span: str, step: int) -> Iterator[None]:
+        self.activity = (activity, time.monotonic())
+        with self.telemetry.span(span, step=step):
+            yield
+        self.moved_s = time.monotonic()
+        self.activity = ("waiting", self.moved_s)
 
     def _state(self) -> dict[str, Any]:
         return {"mixer": self.mixer.state(self.ledger.pending())}
@@ -313,7 +353,7 @@ class Scheduler:
         while True:
             await asyncio.sleep(1.0)
             still_s = time.monotonic() - self.moved_s
-            self._on_tick(still_s)
+            self._observer.on_tick(self, still_s)
             if still_s > self.config.scheduler.abort_after_s:
                 raise GagarError(
                     f"nothing moved for {still_s:.0f} s (scheduler.abort_after_s); the last checkpoint is intact: "

@@ -99,6 +99,15 @@ def judge(status: Mapping[str, Any], now: float) -> str:
     return "running" if start is not None and start == status["process_start"] else "dead"
 
 
+def run_state(run_dir: Path) -> str | None:
+    """`judge` of a folder's status file; None if it has none that can be read."""
+    try:
+        status = _read(run_dir / STATUS)
+    except StorageError:
+        return None
+    return None if status is None else judge(status, time.time())
+
+
 def _process_start(pid: int) -> str | None:
     """When a process started, in kernel ticks, which tells it from a later one with its number; None if it is gone."""
     try:

@@ -1,0 +1,380 @@
+"""From a configuration to wired, running parts, and the commands that use them: `gagar train` and `gagar eval`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from configs.schema import AdvantageMode, EngineConfig, EvalConfig, Resources, RunConfig, VllmGraderBackend
+from envs.source import make_source
+from grader.worker import GraderWorker
+from infra.errors import GagarError, StorageError
+from infra.pool import ActorPool
+from infra.sinks import JsonlFile
+from infra.telemetry import Telemetry
+from learner.group import LearnerGroup
+from orchestrator.checkpoint import Checkpoint, Checkpoints, cut_logs
+from orchestrator.evaluate import EvalResult, evaluate
+from orchestrator.ledger import Ledger
+from orchestrator.loop import Parts, Scheduler
+from orchestrator.mixer import Mixer
+from orchestrator.observer import RunObserver
+from orchestrator.progress import Progress, end_table
+from orchestrator.report import write_report
+from orchestrator.runfiles import CONFIG, EVAL, GROUPS, METRICS, read_jsonl, require_run
+from orchestrator.status import run_state
+from rollout.engine import EngineClient, EnginePool
+from rollout.worker import RolloutWorker
+
+T = TypeVar("T")
+Starting = Callable[[], Coroutine[Any, Any, T]]
+"""Await the call for the part, ready to be used."""
+
+
+def run_training(config: RunConfig, *, config_file: Path, resume: bool) -> int:
+    """Train one run, from the start or from its last checkpoint; returns the process's exit code.
+
+    Raises:
+        GagarError: with one message for the user; what the run had completed stays on disk.
+    """
+    run_dir = Path(config.output) / config.name
+    progress = Progress(config.steps, config.telemetry.progress_every_s)
+    checkpoint = _open_run(run_dir, config, resume=resume, say=progress.event)
+    progress.event(f"run {run_dir} ({config_file})" + (f", resumed at step {checkpoint.step}" if checkpoint else ""))
+    telemetry = Telemetry(run_dir, wandb=config.telemetry.wandb, config=config.model_dump(mode="json"))
+    observer = RunObserver(config, run_dir, telemetry, progress)
+    observer.state("running")
+    phases_s: dict[str, float] = {}
+    try:
+        with _ray(config):
+            _run(_train(config, run_dir, checkpoint, telemetry, progress, observer, phases_s))
+        observer.state("finished", activity="finished")
+    except BaseException as e:
+        observer.state("failed", error=str(e) or type(e).__name__)
+        raise
+    finally:
+        progress.close()
+        telemetry.close()
+        report = write_report(run_dir)
+        progress.event(f"report: {report}")
+    progress.console.print(end_table(read_jsonl(run_dir / METRICS), read_jsonl(run_dir / EVAL), phases_s))
+    return 0
+
+
+async def _train(
+    config: RunConfig,
+    run_dir: Path,
+    checkpoint: Checkpoint | None,
+    telemetry: Telemetry,
+    progress: Progress,
+    observer: RunObserver,
+    phases_s: dict[str, float],
+) -> None:
+    start_s = time.monotonic()
+    evals = JsonlFile(run_dir / EVAL, sync=True)
+    groups = JsonlFile(run_dir / GROUPS, sync=True)
+
+    async def measure(label: str, step: int, rollout: ActorPool) -> None:
+        assert config.eval is not None
+        begin_s = time.monotonic()
+        observer.state("running", activity="evaluating")
+        evals.append((await _evaluate(config, config.eval, label, step, rollout, progress)).record())
+        phases_s[f"evaluation {label}"] = time.monotonic() - begin_s
+
+    # Everything starts at once; the first evaluation needs only the engines and the rollout workers, and runs while the
+    # learner and the grader load.
+    async with (
+        _rollout_pool(config, progress) as (engines, rollout_ready),
+        _learner(config, progress) as learner_ready,
+        _grader_pool(config, progress) as grader_ready,
+    ):
+        others = asyncio.gather(learner_ready(), grader_ready())
+        rollout = await rollout_ready()
+        phases_s["start-up"] = time.monotonic() - start_s
+        if config.eval is not None and config.eval.before and checkpoint is None:
+            await measure("before", 0, rollout)
+        learner, grader = await others
+        mixer = Mixer(config.sources, alpha=config.scheduler.alpha)
+        if checkpoint is not None:
+            observer.on_checkpoint(checkpoint.path)
+            await learner.load(checkpoint.learner)
+            await learner.publish(engines, checkpoint.step)
+            mixer.restore(checkpoint.state["mixer"])
+        scheduler = Scheduler(
+            config=config,
+            parts=Parts(
+                sources={name: make_source(name, c) for name, c in config.sources.items()},
+                engines=engines,
+                rollout=rollout,
+                grader=grader,
+                learner=learner,
+            ),
+            ledger=Ledger(),
+            mixer=mixer,
+            audit=groups,
+            checkpoints=Checkpoints(run_dir, keep=config.checkpoint.keep),
+            telemetry=telemetry,
+            observer=observer,
+            start_step=checkpoint.step if checkpoint else 0,
+        )
+        await scheduler.run()
+        if config.eval is not None and config.eval.after:
+            await measure("after", scheduler.step, rollout)
+
+
+def run_eval(config: RunConfig, checkpoint: Path | None) -> int:
+    """Evaluate the configuration's policy, or a checkpoint's HF folder, on held-out tasks; prints the result."""
+    settings = config.eval or EvalConfig()
+    if checkpoint is not None:
+        engine = config.engine.model_copy(update={"model": str(checkpoint)})
+        config = config.model_copy(update={"engine": engine})
+    progress = Progress(0, config.telemetry.progress_every_s)
+
+    async def go() -> EvalResult:
+        async with _rollout_pool(config, progress) as (_, ready):
+            rollout = await ready()
+            return await _evaluate(config, settings, "eval", 0, rollout, progress)
+
+    try:
+        with _ray(config):
+            result = _run(go())
+    finally:
+        progress.close()
+    for name, rate in result.pass_rate_by.items():
+        progress.console.print(f"  {name:24} {rate:6.1%}")
+    return 0
+
+
+async def _evaluate(
+    config: RunConfig, settings: EvalConfig, label: str, step: int, rollout: ActorPool, progress: Progress
+) -> EvalResult:
+    total = settings.tasks * settings.samples
+    done = 0
+
+    def on_done() -> None:
+        nonlocal done
+        done += 1
+        if done % max(total // 4, 1) == 0:
+            progress.event(f"evaluation {label}: {done}/{total} trajectories")
+
+    result = await evaluate(
+        label=label,
+        step=step,
+        config=settings,
+        source=make_source(settings.source, config.sources[settings.source]),
+        rollout=rollout,
+        wall_s=config.rollout.limits.wall_s,
+        on_done=on_done,
+    )
+    rate = "all masked" if result.pass_rate is None else f"{result.pass_rate:.1%}"
+    progress.event(
+        f"held-out {settings.source} pass rate {label}: {rate} "
+        f"(avg@{settings.samples}, {settings.tasks} tasks, {result.masked} masked)"
+    )
+    return result
+
+
+# ---- parts ----------------------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def _rollout_pool(
+    config: RunConfig, progress: Progress
+) -> AsyncIterator[tuple[EnginePool, Starting[ActorPool]]]:
+    """The policy's engines and the rollout workers, starting; await the call for the ready pool."""
+    async with _engines("policy", config.engine, config.seed, progress) as (engines, engines_ready):
+        pool = _pool(
+            "rollout",
+            RolloutWorker,
+            (config.rollout, config.engine.model, engines.client()),
+            workers=config.rollout.workers,
+            slots=config.rollout.slots_per_worker,
+            resources=config.rollout.resources,
+        )
+
+        async def ready() -> ActorPool:
+            await asyncio.gather(engines_ready(), pool.ready())
+            return pool
+
+        try:
+            yield engines, ready
+        finally:
+            await pool.shutdown()
+
+
+@asynccontextmanager
+async def _grader_pool(config: RunConfig, progress: Progress) -> AsyncIterator[Starting[ActorPool | None]]:
+    """The graders, starting; await the call for the ready pool, or for None where the mode needs no grades."""
+    grader = config.grader
+    async with contextlib.AsyncExitStack() as stack:
+        waits: list[Callable[[], Awaitable[None]]] = []
+        pool: ActorPool | None = None
+        if grader is not None and config.algorithm.mode is not AdvantageMode.OUTCOME:
+            client: EngineClient | None = None
+            if isinstance(grader.backend, VllmGraderBackend):
+                starting = _engines("grader", grader.backend.engine, config.seed + 1, progress)
+                engines, engines_ready = await stack.enter_async_context(starting)
+                client = engines.client()
+                waits.append(engines_ready)
+            pool = _pool(
+                "grader",
+                GraderWorker,
+                (grader, config.algorithm.rubric),
+                kwargs={"engine": client},
+                workers=grader.workers,
+                slots=grader.groups_per_worker,
+                resources=grader.resources,
+            )
+            stack.push_async_callback(pool.shutdown)
+            waits.append(pool.ready)
+
+        async def ready() -> ActorPool | None:
+            await asyncio.gather(*(wait() for wait in waits))
+            return pool
+
+        yield ready
+
+
+@asynccontextmanager
+async def _engines(
+    name: str, config: EngineConfig, seed: int, progress: Progress
+) -> AsyncIterator[tuple[EnginePool, Starting[None]]]:
+    engines = EnginePool(config, name=name, seed=seed)
+    start_s = time.monotonic()
+    engines.start()
+
+    async def ready() -> None:
+        await engines.ready()
+        progress.event(f"{name} engine ready ({config.replicas} x {config.device}, {time.monotonic() - start_s:.0f} s)")
+
+    try:
+        yield engines, ready
+    finally:
+        await engines.shutdown()
+
+
+@asynccontextmanager
+async def _learner(config: RunConfig, progress: Progress) -> AsyncIterator[Starting[LearnerGroup]]:
+    """The learner group, starting; await the call for the ready one."""
+    group = LearnerGroup(config.learner, config.loss, config.rollout.sampling.temperature)
+    start_s = time.monotonic()
+    group.start()
+
+    async def ready() -> LearnerGroup:
+        await group.ready()
+        c = config.learner
+        progress.event(
+            f"learner ready ({c.world_size} x {c.device}, ZeRO {c.zero_stage}, {time.monotonic() - start_s:.0f} s)"
+        )
+        return group
+
+    try:
+        yield ready
+    finally:
+        await group.shutdown()
+
+
+def _pool(
+    name: str,
+    actor: type,
+    args: tuple[Any, ...],
+    *,
+    workers: int,
+    slots: int,
+    resources: Resources,
+    kwargs: dict[str, Any] | None = None,
+) -> ActorPool:
+    """A started pool of `actor(*args, **kwargs)`; the light arguments go to each actor by value."""
+    import ray
+
+    remote = ray.remote(
+        num_cpus=resources.cpus, num_gpus=resources.gpus, resources=resources.custom or None, max_concurrency=slots + 2
+    )(actor)
+    pool = ActorPool(name, lambda _: remote.remote(*args, **(kwargs or {})), size=workers, slots=slots)
+    pool.start()
+    return pool
+
+
+# ---- a run's folder -------------------------------------------------------------------------------------------------
+
+
+def _open_run(
+    run_dir: Path, config: RunConfig, *, resume: bool, say: Callable[[str], None]
+) -> Checkpoint | None:
+    """Make the run folder, or reopen it at its last checkpoint. An earlier run of the name is kept under another one."""
+    try:
+        if resume:
+            require_run(run_dir)
+            _refuse_running(run_dir)
+            checkpoint = Checkpoints(run_dir, keep=config.checkpoint.keep).latest()
+            if checkpoint and checkpoint.step >= config.steps:
+                raise GagarError(
+                    f"{run_dir}: already at step {checkpoint.step} of {config.steps}; raise `steps` to train on"
+                )
+            cut_logs(run_dir, checkpoint.state["logs"] if checkpoint else {})
+        else:
+            checkpoint = None
+            if run_dir.exists():
+                _refuse_running(run_dir)
+                stamp = datetime.fromtimestamp(run_dir.stat().st_mtime).strftime("%Y%m%d-%H%M%S")
+                kept = run_dir.with_name(f"{run_dir.name}.{stamp}")
+                run_dir.rename(kept)
+                say(f"an earlier run of this name is kept as {kept}")
+            run_dir.mkdir(parents=True)
+        text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+        (run_dir / CONFIG).write_text(text, encoding="utf-8")
+    except OSError as e:
+        raise StorageError(f"{run_dir}: cannot be set up ({e}); choose another `output` or free space") from e
+    return checkpoint
+
+
+def _refuse_running(run_dir: Path) -> None:
+    if run_state(run_dir) == "running":
+        raise GagarError(
+            f"{run_dir}: this run is still running (see `gagar status {run_dir}`); wait for it, stop it, or give "
+            "another --name"
+        )
+
+
+@contextmanager
+def _ray(config: RunConfig) -> Iterator[None]:
+    import ray
+
+    local = config.ray.address is None
+    size = config.ray.object_store_mib
+    ray.init(
+        address=config.ray.address,
+        include_dashboard=False if local else None,
+        object_store_memory=size * 2**20 if local and size else None,
+        log_to_driver=False,
+        logging_level="error",
+        configure_logging=True,
+        namespace=f"gagar-{config.name}",
+    )
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _run(main: Coroutine[Any, Any, T]) -> T:
+    """asyncio.run, with the one GagarError of a group of failed loops brought to the surface."""
+
+    try:
+        return asyncio.run(main)
+    except BaseExceptionGroup as group:
+        known = group.subgroup(GagarError)
+        if known is None:
+            raise
+        error: BaseException = known
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        raise error from group

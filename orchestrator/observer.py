@@ -1,0 +1,154 @@
+"""Turns what the scheduler does into metrics, progress, stall messages and the status file."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import asdict, replace
+from pathlib import Path
+from statistics import fmean
+
+from configs.schema import RunConfig
+from infra.pool import ActorPool
+from infra.telemetry import Telemetry
+from learner.group import StepStats
+from orchestrator.ledger import Stage
+from orchestrator.loop import Scheduler, StepRecord
+from orchestrator.metrics import StepFacts, pool_units, step_metrics
+from orchestrator.progress import Activity, PoolLoad, Progress, ProgressSnapshot, SourceLoad, stall_message
+from orchestrator.status import State, write_status
+
+
+class RunObserver:
+    """The observer of a real run."""
+
+    def __init__(self, config: RunConfig, run_dir: Path, telemetry: Telemetry, progress: Progress) -> None:
+        self._config = config
+        self._run_dir = run_dir
+        self._telemetry = telemetry
+        self._progress = progress
+        self._trained = Counter[str]()
+        self._skipped = Counter[str]()
+        self._rewards: dict[str, float] = {}
+        self._cap_rate: float | None = None
+        self._stall_told_s = 0.0
+        self.checkpoint: str | None = None
+        """The last complete checkpoint, for the status file."""
+        self._shown = ProgressSnapshot(
+            step=0,
+            total_steps=config.steps,
+            activity="starting",
+            activity_s=0.0,
+            pools={},
+            sources={},
+            living=0,
+            max_living=config.scheduler.max_inflight_groups,
+            oldest_rollout_s=None,
+            oldest_grading_s=None,
+            cap_rate=None,
+        )
+
+    def state(self, state: State, *, activity: Activity | None = None, error: str | None = None) -> None:
+        """Write the status file outside the training loop: starting, evaluating, finished, failed."""
+        if activity is not None:
+            self._shown = replace(self._shown, activity=activity)
+        write_status(self._run_dir, self._shown, state=state, idle_s=0.0, checkpoint=self.checkpoint, error=error)
+
+    def on_step(self, scheduler: Scheduler, record: StepRecord, stats: StepStats) -> None:
+        """Log the step (metrics.jsonl, W&B) and say one line about it."""
+        now_s = time.monotonic()
+        window = (record.started_s, now_s)
+        metrics = step_metrics(
+            StepFacts(
+                records=record.records,
+                retries=record.retries,
+                stats=asdict(stats),
+                window=window,
+                spans=self._telemetry.take(window),
+                quotas=scheduler.mixer.quotas,
+                acceptance={name: s.acceptance for name, s in scheduler.mixer.sources.items()},
+                pool_units=pool_units(self._config),
+            )
+        )
+        self._telemetry.log_step(scheduler.step, metrics.scalars, metrics.histograms)
+        for line in record.records:
+            (self._trained if line["outcome"] == "trained" else self._skipped)[line["source"]] += 1
+        for source in {line["source"] for line in record.records}:
+            lines = [line for line in record.records if line["source"] == source]
+            rewards = [t["outcome_reward"] for line in lines for t in line["trajectories"] if t["valid"]]
+            if rewards:
+                self._rewards[source] = fmean(rewards)
+        self._cap_rate = metrics.scalars.get("redistribution/lambda_capped_rate")
+        self._progress.event(_step_line(scheduler, now_s - record.started_s, metrics.scalars))
+
+    def on_tick(self, scheduler: Scheduler, still_s: float) -> None:
+        """Show progress; once every `stall_after_s` without any, say which queue waits for whom."""
+        shown = self._shown = self._snapshot(scheduler)
+        self._progress.update(shown)
+        write_status(self._run_dir, shown, state="running", idle_s=still_s, checkpoint=self.checkpoint)
+        stall_s = self._config.scheduler.stall_after_s
+        if still_s < stall_s:
+            self._stall_told_s = 0.0
+        elif still_s - self._stall_told_s >= stall_s:
+            self._stall_told_s = still_s
+            self._progress.event(stall_message(shown, still_s))
+
+    def on_checkpoint(self, path: Path) -> None:
+        """A checkpoint is complete."""
+        self.checkpoint = str(path)
+
+    def _snapshot(self, scheduler: Scheduler) -> ProgressSnapshot:
+        now_s = time.monotonic()
+        ledger = scheduler.ledger
+        rollout, grader = scheduler.parts.rollout, scheduler.parts.grader
+        pools = {name: load(pool) for name, pool in (("rollout", rollout), ("grader", grader)) if pool is not None}
+        ages = {stage: ledger.oldest_s(stage) for stage in Stage}
+        oldest = {stage: None if t is None else now_s - t for stage, t in ages.items()}
+        return ProgressSnapshot(
+            step=scheduler.step,
+            total_steps=self._config.steps,
+            activity=scheduler.activity[0],
+            activity_s=now_s - scheduler.activity[1],
+            pools=pools,
+            sources={
+                name: SourceLoad(
+                    quota=s.quota,
+                    rolling=ledger.count(Stage.ROLLING, name),
+                    grading=ledger.count(Stage.GRADING, name),
+                    ready=ledger.count(Stage.READY, name),
+                    trained=self._trained[name],
+                    skipped=self._skipped[name],
+                    reward=self._rewards.get(name),
+                )
+                for name, s in scheduler.mixer.sources.items()
+            },
+            living=ledger.living,
+            max_living=self._config.scheduler.max_inflight_groups,
+            oldest_rollout_s=oldest[Stage.ROLLING],
+            oldest_grading_s=oldest[Stage.GRADING],
+            cap_rate=self._cap_rate,
+        )
+
+
+def load(pool: ActorPool) -> PoolLoad:
+    """Occupancy of a pool."""
+    busy, slots = pool.occupancy()
+    return PoolLoad(busy=busy, slots=slots)
+
+
+def _step_line(scheduler: Scheduler, step_s: float, scalars: dict[str, float]) -> str:
+    parts = [f"step {scheduler.step}/{scheduler.config.steps} in {step_s:.0f} s"]
+    for name in scheduler.mixer.sources:
+        if (rate := scalars.get(f"pass_rate/{name}")) is not None:
+            parts.append(f"{name} pass {rate:.0%}")
+    for key, label in (
+        ("grading/tier1_share", "T1"),
+        ("redistribution/lambda_capped_rate", "cap"),
+        ("grading/fallback_rate", "fallback"),
+        ("overlap/share", "overlap"),
+    ):
+        if key in scalars:
+            parts.append(f"{label} {scalars[key]:.0%}")
+    if "learner/grad_norm" in scalars:
+        parts.append(f"grad norm {scalars['learner/grad_norm']:.3f}")
+    return ", ".join(parts)

@@ -1,0 +1,248 @@
+"""The scheduler over scripted pools: overlap, masking and re-sampling, fallbacks, staleness, conservation."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from scripted import ScriptedLearner, ScriptedPool, ScriptedSource, ScriptedTelemetry, run_config, trajectory
+
+from configs.schema import RunConfig
+from envs.task import Task, TaskKind
+from grader.exchange import GradeReply, GradeRequest, lost_reply
+from infra.errors import GagarError
+from infra.pool import ActorLost
+from infra.sinks import JsonlFile
+from orchestrator.checkpoint import Checkpoints
+from orchestrator.ledger import Ledger, Stage
+from orchestrator.loop import Parts, Scheduler
+from orchestrator.mixer import Mixer
+from rollout.trajectory import Status, Trajectory
+
+
+def even_slots_pass(task: Task, trajectory_id: str, group_id: str) -> Trajectory:
+    slot = int(trajectory_id.split("/")[1].split(".")[0])
+    return trajectory(trajectory_id, task=task, passed=slot % 2 == 0)
+
+
+def fallback(request: GradeRequest, *transcripts: Any) -> GradeReply:
+    assert len(transcripts) == len(request.trajectories)
+    return lost_reply(request, "scripted", run_s=0.0)
+
+
+class Run:
+    """One scheduler with scripted parts."""
+
+    def __init__(
+        self,
+        tmp_path: Path,
+        config: RunConfig,
+        *,
+        rollout: Any = even_slots_pass,
+        grade: Any = fallback,
+        rollout_delay_s: float = 0.0,
+        grade_delay_s: float = 0.0,
+    ) -> None:
+        self.config = config
+        self.rollout = ScriptedPool(rollout, slots=8, delay_s=rollout_delay_s)
+        self.grader = ScriptedPool(grade, slots=2, delay_s=grade_delay_s)
+        self.learner = ScriptedLearner()
+        self.telemetry = ScriptedTelemetry()
+        self.ledger = Ledger()
+        self.audit = JsonlFile(tmp_path / "groups.jsonl", sync=False)
+        self.steps: list[int] = []
+        self.retries: Counter[str] = Counter()
+        parts = Parts(
+            sources={
+                "code": ScriptedSource("code", TaskKind.CODE),
+                "sums": ScriptedSource("sums", TaskKind.SINGLE_TURN),
+            },
+            engines=cast(Any, None),
+            rollout=cast(Any, self.rollout),
+            grader=cast(Any, self.grader),
+            learner=cast(Any, self.learner),
+        )
+        self.mixer = Mixer(config.sources, alpha=config.scheduler.alpha)
+        self.scheduler = Scheduler(
+            config=config,
+            parts=parts,
+            ledger=self.ledger,
+            mixer=self.mixer,
+            audit=self.audit,
+            checkpoints=Checkpoints(tmp_path, keep=1),
+            telemetry=cast(Any, self.telemetry),
+            observer=self,
+        )
+
+    def on_step(self, scheduler: Scheduler, record: Any, stats: Any) -> None:
+        self.steps.append(scheduler.step)
+        self.retries += record.retries
+
+    def on_checkpoint(self, path: Path) -> None:
+        pass
+
+    def on_tick(self, scheduler: Scheduler, still_s: float) -> None:
+        pass
+
+    def go(self) -> list[dict[str, Any]]:
+        asyncio.run(asyncio.wait_for(self.scheduler.run(), timeout=30))
+        return [json.loads(line) for line in self.audit.path.read_text().splitlines()]
+
+
+def test_every_step_trains_its_quotas(tmp_path: Path) -> None:
+    run = Run(tmp_path, run_config())
+    groups = run.go()
+    assert run.steps == [1, 2, 3] and run.learner.published == [1, 2, 3]
+    trained = [g for g in groups if g["outcome"] == "trained"]
+    assert Counter((g["step"], g["source"]) for g in trained) == {
+        (s, source): n for s in (1, 2, 3) for source, n in (("code", 2), ("sums", 1))
+    }
+    ids = [g["group_id"] for g in groups]
+    assert len(ids) == len(set(ids)), "no group twice"
+    run.ledger.check()
+
+
+def test_batches_carry_references_and_outcome_advantages(tmp_path: Path) -> None:
+    run = Run(tmp_path, run_config(steps=1))
+    run.go()
+    (batch,) = run.learner.batches
+    assert len(batch) == 12
+    for item in batch:
+        slot = int(item.trajectory_id.split("/")[1].split(".")[0])
+        assert item.payload == f"payload:{item.trajectory_id}"
+        assert item.advantage == pytest.approx(0.5 if slot % 2 == 0 else -0.5)
+
+
+def test_only_eligible_code_groups_are_graded(tmp_path: Path) -> None:
+    run = Run(tmp_path, run_config())
+    run.go()
+    assert run.grader.calls and all(request.task.kind is TaskKind.CODE for _, request, *_ in run.grader.calls)
+
+
+def test_outcome_mode_grades_nothing(tmp_path: Path) -> None:
+    run = Run(tmp_path, run_config(algorithm={"group_size": 4, "mode": "outcome"}))
+    groups = run.go()
+    assert not run.grader.calls and all(g["fallback_reason"] is None for g in groups)
+
+
+def test_all_pass_and_all_fail_groups_are_skipped_and_refilled(tmp_path: Path) -> None:
+    def rollout(task: Task, trajectory_id: str, group_id: str) -> Trajectory:
+        index = int(group_id.split("-")[1])
+        if index % 3:
+            return trajectory(trajectory_id, task=task, passed=index % 3 == 1)
+        return even_slots_pass(task, trajectory_id, group_id)
+
+    run = Run(tmp_path, run_config(steps=2), rollout=rollout)
+    groups = run.go()
+    outcomes = Counter(g["outcome"] for g in groups)
+    assert outcomes["trained"] == 6 and outcomes["skipped_all_pass"] and outcomes["skipped_all_fail"]
+    assert all(g["step"] is None for g in groups if g["outcome"] != "trained")
+
+
+def test_only_the_lost_trajectory_is_sampled_again(tmp_path: Path) -> None:
+    def rollout(task: Task, trajectory_id: str, group_id: str) -> Trajectory:
+        if trajectory_id.endswith("/1.0"):
+            return trajectory(trajectory_id, task=task, status=Status.INFRA_SANDBOX)
+        if trajectory_id.endswith("/2.0"):
+            raise ActorLost("rollout-0", "rollout")
+        return even_slots_pass(task, trajectory_id, group_id)
+
+    run = Run(tmp_path, run_config(steps=1), rollout=rollout)
+    groups = run.go()
+    for g in groups:
+        assert [t["id"].split("/")[1] for t in g["trajectories"]] == ["0.0", "1.1", "2.1", "3.0"]
+        assert all(t["valid"] for t in g["trajectories"])
+    asked = Counter(args[2] for args in run.rollout.calls)
+    assert max(asked.values()) == 1, "no trajectory id is sampled twice"
+    assert run.retries["infra_sandbox"] >= 2 * len([g for g in groups if g["outcome"] == "trained"])
+
+
+def test_a_trajectory_that_stays_lost_is_masked_and_leaves_the_statistics(tmp_path: Path) -> None:
+    def rollout(task: Task, trajectory_id: str, group_id: str) -> Trajectory:
+        if "/0." in trajectory_id:
+            return trajectory(trajectory_id, task=task, status=Status.INFRA_ENGINE)
+        return trajectory(trajectory_id, task=task, passed="/1." in trajectory_id)
+
+    run = Run(tmp_path, run_config(steps=1), rollout=rollout)
+    trained = [g for g in run.go() if g["outcome"] == "trained"]
+    assert trained
+    for g in trained:
+        lost, *rest = g["trajectories"]
+        assert lost["valid"] is False and lost["advantage"] is None and lost["passed"] is None
+        assert [t["advantage"] for t in rest] == pytest.approx([2 / 3, -1 / 3, -1 / 3])
+    assert all("/0." not in item.trajectory_id for item in run.learner.batches[0])
+
+
+def test_a_group_nobody_could_verify_is_a_broken_task(tmp_path: Path) -> None:
+    def rollout(task: Task, trajectory_id: str, group_id: str) -> Trajectory:
+        if group_id == "code-000000":
+            return trajectory(trajectory_id, task=task, status=Status.INFRA_VERIFIER)
+        return even_slots_pass(task, trajectory_id, group_id)
+
+    run = Run(tmp_path, run_config(steps=1), rollout=rollout)
+    groups = {g["group_id"]: g for g in run.go()}
+    assert groups["code-000000"]["outcome"] == "skipped_broken_task"
+
+
+def test_a_dead_grader_costs_a_fallback_with_its_reason(tmp_path: Path) -> None:
+    def grade(request: GradeRequest, *transcripts: Any) -> GradeReply:
+        raise ActorLost("grader-0", "grade")
+
+    run = Run(tmp_path, run_config(steps=1), grade=grade)
+    for g in run.go():
+        if g["source"] == "code" and g["outcome"] == "trained":
+            assert g["fallback_reason"] and g["mode"] == "outcome" and g["graded"] is False
+            assert sum(t["advantage"] for t in g["trajectories"]) == pytest.approx(0.0)
+
+
+def test_grading_overlaps_the_rollouts_of_other_groups(tmp_path: Path) -> None:
+    run = Run(tmp_path, run_config(), rollout_delay_s=0.01, grade_delay_s=0.03)
+    run.go()
+    grades = [s for s in run.telemetry.spans if s[0] == "grade"]
+    rollouts = [s for s in run.telemetry.spans if s[0] == "rollout"]
+    overlapped = [
+        g for g in grades if any(r[1] < g[2] and g[1] < r[2] and r[3]["group_id"] != g[3]["group_id"] for r in rollouts)
+    ]
+    assert len(overlapped) >= len(grades) // 2 and overlapped
+
+
+def test_stale_groups_are_dropped_and_counted(tmp_path: Path) -> None:
+    def rollout(task: Task, trajectory_id: str, group_id: str) -> Trajectory:
+        slot = int(trajectory_id.split("/")[1].split(".")[0])
+        # Tokens of odd groups claim a version from long before the run: they must never be trained on.
+        old = -9 if int(group_id.split("-")[1]) % 2 else run.scheduler.step
+        return trajectory(trajectory_id, task=task, passed=slot % 2 == 0, versions=(old,))
+
+    run = Run(tmp_path, run_config(), rollout=rollout)
+    groups = run.go()
+    dropped = [g for g in groups if g["outcome"] == "dropped_stale"]
+    assert dropped and all(int(g["group_id"].split("-")[1]) % 2 for g in dropped)
+    trained = [g for g in groups if g["outcome"] == "trained"]
+    assert len(trained) == 9
+    for g in trained:
+        assert all(g["step"] - 1 - v <= 2 for t in g["trajectories"] for v in t["policy_versions"])
+
+
+def test_outstanding_groups_stay_within_the_lookahead(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    def rollout(task: Task, trajectory_id: str, group_id: str) -> Trajectory:
+        seen.append(sum(run.ledger.count(stage) for stage in Stage))
+        return even_slots_pass(task, trajectory_id, group_id)
+
+    run = Run(tmp_path, run_config(steps=6, scheduler={"max_inflight_groups": 5, "max_staleness": 1}), rollout=rollout)
+    run.go()
+    assert max(seen) <= 5 + 6, "in flight plus ready"
+    assert run.ledger.living <= 2, "nothing much is sampled for steps that will not come"
+
+
+def test_a_run_that_does_not_move_ends_with_an_error(tmp_path: Path) -> None:
+    config = run_config(scheduler={"stall_after_s": 0.5, "abort_after_s": 1.0})
+    run = Run(tmp_path, config, rollout_delay_s=60.0)
+    with pytest.raises(ExceptionGroup) as e:
+        run.go()
+    assert e.group_contains(GagarError, match="abort_after_s")
