@@ -6,7 +6,6 @@ count only if the user wrote them: defaults are silent.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from configs.load import Loaded, load
+from configs.models import missing_files, read_facts
 from configs.problems import KeyPath, Problem, show
 from configs.schema import (
     AdvantageMode,
@@ -372,30 +372,26 @@ def _folder(config: RunConfig, key: str, engine: EngineConfig | None) -> Iterato
             config, key, "no such folder; give a checkpoint in Hugging Face format (relative to the configuration file)"
         )
         return
-    missing = [name for name in ("config.json", "tokenizer.json") if not (folder / name).is_file()]
-    if not any(folder.glob("*.safetensors")):
-        missing.append("*.safetensors")
-    if missing:
+    if missing := missing_files(folder):
         yield _problem(config, key, f"lacks {', '.join(missing)}; give a complete checkpoint folder")
-    if engine is None or "config.json" in missing:
         return
     try:
-        described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        facts = read_facts(folder)
     except (OSError, ValueError) as error:
-        yield _problem(config, key, f"its config.json cannot be read ({error}); give a complete checkpoint folder")
+        yield _problem(config, key, f"cannot be read ({error}); give a complete checkpoint folder")
         return
     section = key.removesuffix(".model")
-    context = described.get("max_position_embeddings")
-    if isinstance(context, int) and engine.max_model_len > context:
+    if engine is not None and facts.max_positions is not None and engine.max_model_len > facts.max_positions:
         yield _problem(
             config,
             f"{section}.max_model_len",
-            f"is above the {context} positions of {folder.name} (max_position_embeddings); lower it",
+            f"is above the {facts.max_positions} positions of {folder.name} (max_position_embeddings); lower it",
         )
-    heads = described.get("num_attention_heads")
-    if isinstance(heads, int) and heads % engine.tensor_parallel_size:
+    if engine is not None and facts.attention_heads and facts.attention_heads % engine.tensor_parallel_size:
         yield _problem(
-            config, f"{section}.tensor_parallel_size", f"does not divide the model's {heads} attention heads; change it"
+            config,
+            f"{section}.tensor_parallel_size",
+            f"does not divide the {facts.attention_heads} attention heads of {folder.name}; change it",
         )
 
 

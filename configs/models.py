@@ -1,0 +1,68 @@
+"""What a checkpoint folder in Hugging Face format holds, read from its small files and headers only (no torch)."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+REQUIRED = ("config.json", "tokenizer.json")
+WEIGHTS = "*.safetensors"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """Facts about one checkpoint."""
+
+    architecture: str
+    parameters: int
+    """Stored parameters: tied weights count once."""
+    weight_bytes: int
+    max_positions: int | None
+    """Longest context in tokens, where config.json says so."""
+    attention_heads: int | None
+
+
+def missing_files(folder: Path) -> list[str]:
+    """Names of what a usable checkpoint folder must hold and this one lacks."""
+    missing = [name for name in REQUIRED if not (folder / name).is_file()]
+    return missing if any(folder.glob(WEIGHTS)) else [*missing, WEIGHTS]
+
+
+def read_facts(folder: Path) -> ModelFacts:
+    """Facts of a folder that lacks nothing.
+
+    Raises:
+        ValueError: config.json or a weight file's header is not what its name says.
+        OSError: a file cannot be read.
+    """
+    described: Any = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if not isinstance(described, dict):
+        raise ValueError("config.json does not hold an object")
+    parameters = weight_bytes = 0
+    for file in sorted(folder.glob(WEIGHTS)):
+        header = _header(file)
+        parameters += sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+        weight_bytes += file.stat().st_size
+    positions, heads = described.get("max_position_embeddings"), described.get("num_attention_heads")
+    return ModelFacts(
+        architecture=str((described.get("architectures") or [described.get("model_type", "unknown")])[0]),
+        parameters=parameters,
+        weight_bytes=weight_bytes,
+        max_positions=positions if isinstance(positions, int) else None,
+        attention_heads=heads if isinstance(heads, int) else None,
+    )
+
+
+def _header(file: Path) -> dict[str, Any]:
+    """The JSON header of a safetensors file: its length in the first eight bytes, little endian, then the text."""
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if not 2 <= length <= min(file.stat().st_size, 100_000_000):
+            raise ValueError(f"{file.name} is not a safetensors file")
+        header: Any = json.loads(stream.read(length))
+    if not isinstance(header, dict):
+        raise ValueError(f"{file.name} is not a safetensors file")
+    return header
