@@ -1,0 +1,337 @@
+"""The learner as the driver sees it: one DeepSpeed actor per rank, one optimiser step per batch.
+
+The driver plans (which sequence on which rank, in which row, with what weight) from metadata and passes payloads on by
+reference; it imports neither torch nor DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from configs.schema import Aggregation, LearnerConfig
+from infra.errors import GagarError, LearnerError
+from learner.loss import token_weights
+from learner.packing import Sample, plan
+from learner.rank import Applied, Objective, RankCore, TokenSums, check_learner, open_store
+from rollout.trajectory import Payload
+
+_RESUME = "the last checkpoint is intact: run the same command with --resume"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchItem:
+    """One trajectory of the step's batch, as the driver holds it."""
+
+    trajectory_id: str
+    group_id: str
+    advantage: float
+    """Broadcast to the trajectory's generated tokens (M1.9)."""
+    response_tokens: int
+    """Generated tokens; the payload's loss mask must agree."""
+    total_tokens: int
+    payload: Any
+    """ObjectRef[Payload], or the Payload itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepStats:
+    """One optimiser step. Means and shares are over the batch's response tokens."""
+
+    loss: float
+    grad_norm: float
+    """Global norm before clipping; inf or nan where the step was skipped."""
+    lr: float
+    skipped: bool
+    """The gradient was not finite: weights, optimiser and warm-up are as they were before."""
+    entropy: float
+    """Mean entropy where a token was sampled, in nats, at the sampling temperature."""
+    ratio_mean: float
+    ratio_masked_share: float
+    """Share of tokens without gradient: outside the bounds, or clipped (M5.1)."""
+    logprob_gap_mean: float | None
+    """Mean |log pi_theta - log mu| over tokens that the weights trained here sampled themselves, where the two should
+    be equal; None if the batch has none."""
+    logprob_gap_max: float | None
+    tokens: int
+    """All tokens that were run, prompts and observations included."""
+    response_tokens: int
+    sequences: int
+    microbatches: int
+    """Rows of one rank."""
+    row_fill: float
+    """Tokens in the rows / room in them."""
+    rank_balance: float
+    """Mean tokens of a rank / tokens of the fullest one; 1 is even."""
+    padded_factor: float
+    """Tokens that padding every sequence to the longest would have run / tokens that packing ran."""
+    step_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Share:
+    """One sequence of a rank's share."""
+
+    payload: int
+    """Index into the payloads that travel with the call."""
+    advantage: float
+    weight: float
+    response_tokens: int
+    trajectory_id: str
+
+
+class LearnerRank:
+    """The Ray actor around a `RankCore`. Its constructor is light: the rendezvous opens before any rank loads."""
+
+    def __init__(self, config: LearnerConfig, objective: Objective, temperature: float, rank: int, ranks: int) -> None:
+        self._setup = (config, objective, temperature)
+        self._rank = rank
+        self._ranks = ranks
+        self._store: Any = None
+        self._core: RankCore | None = None
+
+    def rendezvous(self) -> tuple[str, int]:
+        """Rank 0: opens the store where the ranks meet, on a port the system chooses; returns its address."""
+        import ray
+
+        self._store = open_store(ray.util.get_node_ip_address(), 0, self._ranks, master=True)
+        return self._store.host, self._store.port
+
+    def start(self, address: tuple[str, int]) -> None:
+        """Joins the others and loads the model. Collective."""
+        if self._store is None:
+            self._store = open_store(*address, self._ranks, master=False)
+        config, objective, temperature = self._setup
+        self._core = RankCore(
+            config, objective, temperature, rank=self._rank, world_size=self._ranks, store=self._store
+        )
+
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """function(core, *args), in this rank's process."""
+        if self._core is None:
+            raise LearnerError("the rank has not started; await LearnerGroup.ready() first")
+        return function(self._core, *args)
+
+
+class LearnerGroup:
+    """Driver-side handle on the ranks. Methods raise LearnerError; after one, the group has to be started anew."""
+
+    def __init__(self, config: LearnerConfig, objective: Objective, temperature: float) -> None:
+        """`temperature` is the sampling temperature of the rollouts: log pi_theta is taken at it."""
+        check_learner(config)
+        self.config = config
+        self.objective: Objective = objective
+        self.temperature = temperature
+        self.version = 0
+        """Policy version of the weights as they are; set by `publish` and `load`."""
+        self.start_s: float | None = None
+        """Seconds from `start` to ready."""
+        self._aggregation = Aggregation.TOKEN_MEAN if objective == "nll" else objective.aggregation
+        self._ranks: list[Any] = []
+        self._placement: Any = None
+        self._starting: list[Any] = []
+        self._started_s = 0.0
+
+    def start(self) -> None:
+        """Creates the actors and lets them load; returns at once."""
+        import ray
+
+        self._started_s = time.monotonic()
+        actor = ray.remote(LearnerRank)
+        world = self.config.world_size
+        self._placement = self._reserve()
+        for rank in range(world):
+            options = self._options(rank)
+            args = (self.config, self.objective, self.temperature, rank, world)
+            self._ranks.append(actor.options(**options).remote(*args))
+        address = self._ranks[0].rendezvous.remote()
+        self._starting = [handle.start.remote(address) for handle in self._ranks]
+
+    async def ready(self) -> None:
+        """Waits until every rank has loaded."""
+        await self._gather(self._starting, "start")
+        self.start_s = time.monotonic() - self._started_s
+
+    async def train_step(self, items: Sequence[BatchItem], *, lr_scale: float = 1.0) -> StepStats:
+        """One optimiser step over the batch; masked trajectories must have left it (M1.3)."""
+        start_s = time.monotonic()
+        if not items:
+            raise LearnerError("a step needs at least one trajectory; the batch is empty")
+        lengths = [item.total_tokens for item in items]
+        try:
+            layout = plan(lengths, self.config.world_size, self.config.max_tokens_per_microbatch)
+        except ValueError as error:
+            raise LearnerError(f"{error}; raise learner.max_tokens_per_microbatch") from error
+        weights = token_weights(
+            self._aggregation, [item.response_tokens for item in items], [item.group_id for item in items]
+        )
+        refs = []
+        for handle, rows in zip(self._ranks, layout, strict=True):
+            shares, payloads = _shares(items, weights, rows)
+            refs.append(handle.run.remote(_step, shares, self.version, lr_scale, *payloads))
+        results: list[tuple[TokenSums, Applied]] = await self._gather(refs, "train_step")
+        return _stats(results, layout, lengths, self.config.max_tokens_per_microbatch, time.monotonic() - start_s)
+
+    async def save(self, folder: str | Path) -> None:
+        """Writes weights, optimiser state and counters into an existing or new folder that all ranks can reach."""
+        await self.on_ranks(RankCore.save, _absolute(folder), self.version)
+
+    async def load(self, folder: str | Path) -> None:
+        """Restores what `save` wrote, policy version included; the next step is what it would have been."""
+        versions = await self.on_ranks(RankCore.load, _absolute(folder))
+        self.version = versions[0]
+
+    async def export_hf(self, folder: str | Path) -> None:
+        """Writes an HF folder that transformers and vLLM load."""
+        await self.on_ranks(RankCore.export_hf, _absolute(folder))
+
+    async def on_ranks(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """function(core, *args) on every rank at once, results by rank. `function` must be importable there."""
+        return await self._gather([handle.run.remote(function, *args) for handle in self._ranks], function.__name__)
+
+    def shutdown(self) -> None:
+        """Ends the actors. Safe to call twice and after an error."""
+        import ray
+
+        for handle in self._ranks:
+            ray.kill(handle)
+        if self._placement is not None:
+            ray.util.remove_placement_group(self._placement)
+        self._ranks, self._starting, self._placement = [], [], None
+
+    async def _gather(self, refs: Sequence[Any], doing: str) -> list[Any]:
+        """Results by rank; the first failure raises at once (its peers may wait in a collective for ever)."""
+        return list(await asyncio.gather(*(self._result(ref, rank, doing) for rank, ref in enumerate(refs))))
+
+    async def _result(self, ref: Any, rank: int, doing: str) -> Any:
+        from ray.exceptions import ActorDiedError, RayError, RayTaskError
+
+        name = f"learner rank {rank} of {self.config.world_size}"
+        try:
+            return await ref
+        except RayTaskError as error:
+            cause = error.cause
+            if isinstance(cause, GagarError):
+                raise LearnerError(f"{name}: {cause.message}") from error
+            raise LearnerError(f"{name} failed in {doing} ({type(cause).__name__}: {cause}); {_RESUME}") from error
+        except ActorDiedError as error:
+            raise LearnerError(
+                f"{name} died in {doing}; look for a kill for memory in its node's log (fewer "
+                f"learner.max_tokens_per_microbatch need less), then {_RESUME}"
+            ) from error
+        except RayError as error:
+            raise LearnerError(f"{name} was lost in {doing} ({error}); {_RESUME}") from error
+
+    def _reserve(self) -> Any:
+        """All ranks or none: a placement group where there is more than one rank and they ask for anything."""
+        import ray
+
+        bundle = self._bundle()
+        if self.config.world_size == 1 or not bundle:
+            return None
+        return ray.util.placement_group([bundle] * self.config.world_size, strategy="PACK")
+
+    def _bundle(self) -> dict[str, float]:
+        resources = self.config.resources
+        gpus = resources.gpus or (1.0 if self.config.device == "cuda" else 0.0)
+        bundle = {"CPU": resources.cpus, "GPU": gpus, **resources.custom}
+        return {name: amount for name, amount in bundle.items() if amount}
+
+    def _options(self, rank: int) -> dict[str, Any]:
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        bundle = self._bundle()
+        options: dict[str, Any] = {
+            "num_cpus": bundle.pop("CPU", 0.0),
+            "num_gpus": bundle.pop("GPU", 0.0),
+            "resources": bundle,
+        }
+        if self._placement is not None:
+            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
+                placement_group=self._placement, placement_group_bundle_index=rank
+            )
+        return options
+
+
+def _absolute(folder: str | Path) -> str:
+    return str(Path(folder).absolute())  # the ranks have other working directories
+
+
+def _shares(
+    items: Sequence[BatchItem], weights: Sequence[float], rows: Sequence[Sequence[int]]
+) -> tuple[list[list[_Share]], list[Any]]:
+    """One rank's rows, and the payloads (or references to them) that its call carries."""
+    payloads: list[Any] = []
+    shares: list[list[_Share]] = []
+    for row in rows:
+        shares.append([])
+        for index in row:
+            item = items[index]
+            shares[-1].append(
+                _Share(
+                    payload=len(payloads),
+                    advantage=item.advantage,
+                    weight=weights[index],
+                    response_tokens=item.response_tokens,
+                    trajectory_id=item.trajectory_id,
+                )
+            )
+            payloads.append(item.payload)
+    return shares, payloads
+
+
+def _step(
+    core: RankCore, rows: Sequence[Sequence[_Share]], version: int, lr_scale: float, *payloads: Payload
+) -> tuple[TokenSums, Applied]:
+    """Runs on a rank."""
+    for share in (share for row in rows for share in row):
+        counted = int(payloads[share.payload].loss_mask.sum())
+        if counted != share.response_tokens:  # the denominators of the whole batch would be wrong
+            raise LearnerError(
+                f"trajectory {share.trajectory_id} has {counted} loss-bearing tokens, its metadata says "
+                f"{share.response_tokens}; this is a fault of the rollout, not of the data"
+            )
+    samples = [
+        [Sample(payload=payloads[share.payload], advantage=share.advantage, weight=share.weight) for share in row]
+        for row in rows
+    ]
+    return core.step(samples, version=version, lr_scale=lr_scale)
+
+
+def _stats(
+    results: Sequence[tuple[TokenSums, Applied]],
+    layout: Sequence[Sequence[Sequence[int]]],
+    lengths: Sequence[int],
+    max_tokens: int,
+    step_s: float,
+) -> StepStats:
+    sums = [result[0] for result in results]
+    applied = results[0][1]
+    counted = max(1, sum(part.tokens for part in sums))
+    fresh = sum(part.fresh for part in sums)
+    tokens = sum(lengths)
+    loads = [sum(lengths[index] for row in rows for index in row) for rows in layout]
+    used = sum(1 for rows in layout for row in rows if row)
+    return StepStats(
+        loss=sum(part.loss for part in sums),
+        grad_norm=applied.grad_norm,
+        lr=applied.lr,
+        skipped=applied.skipped,
+        entropy=sum(part.entropy for part in sums) / counted,
+        ratio_mean=sum(part.ratio for part in sums) / counted,
+        ratio_masked_share=sum(part.masked for part in sums) / counted,
+        logprob_gap_mean=sum(part.gap for part in sums) / fresh if fresh else None,
+        logprob_gap_max=max(part.gap_max for part in sums) if fresh else None,
+        tokens=tokens,
+        response_tokens=sum(part.tokens for part in sums),
+        sequences=len(lengths),
+        microbatches=len(layout[0]),
+        row_fill=tokens / (used * max_tokens),
+        rank_balance=tokens / (len(loads) * max(loads)),
+        padded_factor=len(lengths) * max(lengths) / tokens,
+        step_s=step_s,
+    )

@@ -1,0 +1,131 @@
+"""Token losses, their aggregation, and what is counted beside them (M5). Pure; K is the number of loss-bearing tokens.
+
+A loss function gives one *unweighted* loss per token. `token_weights` gives one weight per sequence such that
+
+    loss = sum_i w_i * sum_t loss_it
+
+is the chosen mean whatever the order, the packing, the micro-batches or the ranks: every denominator is global and is
+in the weights already. torch is imported where tensors are made only, so that the driver can ask for weights without it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from configs.schema import Aggregation, PpoClipLoss, RatioMaskLoss
+
+if TYPE_CHECKING:
+    import torch
+
+_MAX_LOG_RATIO = 20.0
+"""Log-ratios are clamped here before exp, far outside any bounds: a masked token's infinite ratio would otherwise turn
+its zero gradient into NaN."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLoss:
+    """Losses of K tokens and what the objective did to them."""
+
+    loss: torch.Tensor
+    """[K] with gradient; 0 where masked."""
+    ratio: torch.Tensor
+    """[K] r_t = pi_theta / mu, without gradient."""
+    masked: torch.Tensor
+    """[K] bool: tokens without gradient (outside the bounds, or clipped); they stay in the denominators."""
+
+
+def token_weights(
+    aggregation: Aggregation, response_tokens: Sequence[int], group_ids: Sequence[str]
+) -> tuple[float, ...]:
+    """One weight per sequence of the whole batch, all ranks and micro-batches together (M5.2).
+
+    `response_tokens` counts each sequence's loss-bearing tokens, masked by ratio or not; trajectories masked for
+    infrastructure are not in the batch at all (M1.3). A sequence without tokens gets weight 0 but is still a sequence
+    (and a prompt) of the mean. Raises ValueError if the lengths differ or a count is negative.
+    """
+    if len(response_tokens) != len(group_ids) or any(n < 0 for n in response_tokens):
+        raise ValueError("token_weights needs one non-negative token count and one group id per sequence")
+    match aggregation:
+        case Aggregation.TOKEN_MEAN:
+            total = sum(response_tokens)
+            return tuple(1.0 / total if n else 0.0 for n in response_tokens)
+        case Aggregation.SEQUENCE_MEAN:
+            return tuple(1.0 / (len(response_tokens) * n) if n else 0.0 for n in response_tokens)
+        case Aggregation.PROMPT_MEAN:
+            in_group: Counter[str] = Counter()
+            for n, group in zip(response_tokens, group_ids, strict=True):
+                in_group[group] += n
+            return tuple(
+                1.0 / (len(in_group) * in_group[group]) if n else 0.0
+                for n, group in zip(response_tokens, group_ids, strict=True)
+            )
+
+
+def ratio_mask(logp: torch.Tensor, old_logp: torch.Tensor, advantage: torch.Tensor, config: RatioMaskLoss) -> TokenLoss:
+    """Token policy gradient, -A r_t, inside sign-specific bounds of r_t; outside them 0 (M5.1).
+
+    All tensors are [K]: log pi_theta (with gradient), log mu as recorded at sampling time, and the advantage.
+    """
+    ratio = _ratio(logp, old_logp)
+    low, high = config.bounds_positive
+    inside = (ratio >= low) & (ratio <= high)
+    low, high = config.bounds_negative
+    inside_negative = (ratio >= low) & (ratio <= high)
+    kept = inside.where(advantage >= 0, inside_negative)
+    return TokenLoss(
+        loss=(-advantage * ratio).where(kept, ratio.new_zeros(())), ratio=ratio.detach(), masked=kept.logical_not()
+    )
+
+
+def ppo_clip(logp: torch.Tensor, old_logp: torch.Tensor, advantage: torch.Tensor, config: PpoClipLoss) -> TokenLoss:
+    """PPO-clip with dual clip: -min(r A, clip(r) A), bounded by -c A where A < 0 (M5.1). Tensors as in `ratio_mask`."""
+    ratio = _ratio(logp, old_logp)
+    plain = ratio * advantage
+    clipped = ratio.clamp(1.0 - config.clip_low, 1.0 + config.clip_high) * advantage
+    objective = plain.minimum(clipped)
+    dual = objective.maximum(config.dual_clip * advantage)
+    objective = dual.where(advantage < 0, objective)
+    return TokenLoss(loss=-objective, ratio=ratio.detach(), masked=(objective != plain).detach())
+
+
+def nll(logp: torch.Tensor) -> TokenLoss:
+    """Negative log-likelihood, for supervised training: no recorded probabilities, no advantages, nothing masked."""
+    constant = logp.detach()
+    return TokenLoss(
+        loss=-logp, ratio=constant.new_ones(constant.shape), masked=constant.new_zeros(constant.shape).bool()
+    )
+
+
+def token_logprobs(
+    logits: torch.Tensor, targets: torch.Tensor, temperature: float, *, chunk_tokens: int = 1024
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """log pi_theta of the targets and the entropy, both [K] fp32 in nats, at the sampling temperature.
+
+    `logits` is [K, V] in the model's dtype, `targets` [K]. fp32 copies exist for `chunk_tokens` rows at a time; in
+    training each chunk's softmax is recomputed in the backward pass rather than kept. The entropy carries no gradient.
+    """
+    import torch
+    from torch.utils.checkpoint import checkpoint
+
+    logps, entropies = [], []
+    for part, wanted in zip(torch.split(logits, chunk_tokens), torch.split(targets, chunk_tokens), strict=True):
+        if torch.is_grad_enabled() and logits.shape[0] > chunk_tokens:
+            logps.append(checkpoint(_target_logprobs, part, wanted, temperature, use_reentrant=False))
+        else:
+            logps.append(_target_logprobs(part, wanted, temperature))
+        with torch.no_grad():
+            log_probs = (part.float() / temperature).log_softmax(-1)
+            entropies.append(-(log_probs.exp() * log_probs).sum(-1))
+    return torch.cat(logps), torch.cat(entropies)
+
+
+def _target_logprobs(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:
+    scaled = logits.float() / temperature
+    return scaled.gather(-1, targets[:, None]).squeeze(-1) - scaled.logsumexp(-1)
+
+
+def _ratio(logp: torch.Tensor, old_logp: torch.Tensor) -> torch.Tensor:
+    return (logp - old_logp).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
