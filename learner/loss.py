@@ -5,7 +5,7 @@ A loss function gives one *unweighted* loss per token. `token_weights` gives one
     loss = sum_i w_i * sum_t loss_it
 
 is the chosen mean whatever the order, the packing, the micro-batches or the ranks: every denominator is global and is
-in the weights already. torch is imported where tensors are made only, so that the driver can ask for weights without it.
+in the weights already. Nothing here imports torch until it gets tensors: the driver asks for weights only.
 """
 
 from __future__ import annotations
@@ -71,13 +71,10 @@ def ratio_mask(logp: torch.Tensor, old_logp: torch.Tensor, advantage: torch.Tens
     """
     ratio = _ratio(logp, old_logp)
     low, high = config.bounds_positive
-    inside = (ratio >= low) & (ratio <= high)
+    outside = (ratio < low) | (ratio > high)  # false for NaN: that must reach the gradient, where the step is refused
     low, high = config.bounds_negative
-    inside_negative = (ratio >= low) & (ratio <= high)
-    kept = inside.where(advantage >= 0, inside_negative)
-    return TokenLoss(
-        loss=(-advantage * ratio).where(kept, ratio.new_zeros(())), ratio=ratio.detach(), masked=kept.logical_not()
-    )
+    masked = outside.where(advantage >= 0, (ratio < low) | (ratio > high))
+    return TokenLoss(loss=(-advantage * ratio).masked_fill(masked, 0.0), ratio=ratio.detach(), masked=masked)
 
 
 def ppo_clip(logp: torch.Tensor, old_logp: torch.Tensor, advantage: torch.Tensor, config: PpoClipLoss) -> TokenLoss:

@@ -108,7 +108,8 @@ def test_ppo_clip_by_hand() -> None:
     advantage = torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0, -1.0], dtype=torch.float64)
     logp = log(ratios).requires_grad_()
     got = ppo_clip(logp, torch.zeros(6, dtype=torch.float64), advantage, config)
-    # A > 0: min(r, clip r) = 1.1, 1.3 (clipped), .5. A < 0: min(-.5, -.8) = -.8 (clipped), -1.5, max(-4, -3) = -3 (dual).
+    # A > 0: min(r, clip r) = 1.1, 1.3 (clipped), .5.
+    # A < 0: min(-.5, -.8) = -.8 (clipped), -1.5, max(-4, -3) = -3 (dual).
     assert got.loss.tolist() == pytest.approx([-1.1, -1.3, -0.5, 0.8, 1.5, 3.0])
     assert got.masked.tolist() == [False, True, False, True, False, True]
     got.loss.sum().backward()
