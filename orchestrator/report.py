@@ -122,7 +122,7 @@ def occupancy(run_dir: Path, metrics: Sequence[Row]) -> Chart | None:
 
 
 def group_row(record: Row) -> dict[str, Any]:
-    """One group for the table: its record, and each trajectory with the advantage it would have had by outcome alone."""
+    """One group for the table: its record, and for each trajectory also the advantage by outcome alone."""
     valid = [t["reward"] for t in record["trajectories"] if t["valid"] and t["reward"] is not None]
     mean = fmean(valid) if valid else 0.0
     rows = []
