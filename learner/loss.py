@@ -125,4 +125,6 @@ def _target_logprobs(logits: torch.Tensor, targets: torch.Tensor, temperature: f
 
 
 def _ratio(logp: torch.Tensor, old_logp: torch.Tensor) -> torch.Tensor:
-    return (logp - old_logp).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
+    log_ratio = logp - old_logp
+    bounded = log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    return log_ratio.where(log_ratio.isnan(), bounded).exp()  # clamp would drop the gradient of a NaN
