@@ -113,7 +113,8 @@ def occupancy(run_dir: Path, metrics: Sequence[Row]) -> Chart | None:
     if recent:
         end = recent[-1]["time_s"]
         start = recent[0]["time_s"] - recent[0]["time/step_s"]
-        title = f"What ran when, steps {recent[0]['step']} to {recent[-1]['step']}"
+        first, last = recent[0]["step"], recent[-1]["step"]
+        title = f"What ran when, step {last}" if first == last else f"What ran when, steps {first} to {last}"
     else:
         end = max(s.end_s for s in spans)
         start = max(end - TIMELINE_S, min(s.start_s for s in spans))
