@@ -22,7 +22,7 @@ from grader.verdict import (
     FallbackReason,
     Grade,
     InvalidVerdict,
-    Verdict,
+    compose_verdict,
     parse_verdict,
     render_verdict,
     validate,
@@ -131,19 +131,16 @@ def _example(
     by_id = {trajectory.trajectory_id: s for (trajectory, _), s in zip(rows, chosen, strict=True)}
     prompt = build_prompt(group, style=config.style, prompt_chars=config.prompt_chars)
     labels = _labels(group, {c.label: by_id[c.trajectory.trajectory_id] for c in group.passing}, prompt, rubric)
-    ranking = _ranking(labels, rubric)
-    verdict = Verdict(
-        candidates={
-            name: CandidateVerdict(
-                evidence=list(label.evidence),
-                flags=[flag for flag in Flag if flag in label.flags],
-                scores=list(label.scores),
-            )
-            for name, label in labels.items()
-        },
-        ranking=[list(tied) for tied in ranking],
-        hacks=[],
-    )
+    judged = {
+        name: CandidateVerdict(
+            evidence=list(label.evidence),
+            flags=[flag for flag in Flag if flag in label.flags],
+            scores=list(label.scores),
+        )
+        for name, label in labels.items()
+    }
+    verdict = compose_verdict(judged, rubric)
+    ranking = tuple(tuple(tied) for tied in verdict.ranking)
     return GraderExample(group=group, prompt=prompt, target=render_verdict(verdict), labels=labels, ranking=ranking)
 
 
@@ -269,12 +266,6 @@ def _evidence(cited: Sequence[str], candidate: Candidate, shown: Sequence[str] |
     if not visible and shown:
         visible = [next((r for r in shown if not r.startswith("turn:")), shown[0])]
     return tuple(dict.fromkeys(visible))[:_MAX_EVIDENCE]
-
-
-def _ranking(labels: Mapping[str, CandidateLabel], rubric: RubricConfig) -> tuple[tuple[str, ...], ...]:
-    """Tier first, then W, equals tied (M3.3)."""
-    keys = {name: rank_key(label.scores, label.flags, rubric) for name, label in labels.items()}
-    return tuple(tuple(n for n in labels if keys[n] == key) for key in sorted(set(keys.values())))
 
 
 # --- how good a grader is ---------------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from grader.rubric import (
     is_below,
     is_negative,
     is_worse,
+    rank_key,
     tie_indices,
     tier_of,
     weighted_score,
@@ -320,6 +321,13 @@ def _pair(upper: str, lower: str, judged: Mapping[str, _Judged], weights: Mappin
     if a.tier is b.tier and is_below(weights[upper], weights[lower]) and not (a.evidence or b.evidence):
         detail = f"{upper} (W {weights[upper]:.2f}) is ranked above {lower} (W {weights[lower]:.2f}) without evidence"
         raise InvalidVerdict(FallbackReason.REORDER_WITHOUT_EVIDENCE, detail)
+
+
+def compose_verdict(judged: Mapping[str, CandidateVerdict], rubric: RubricConfig) -> Verdict:
+    """The verdict whose ranking is the rubric's own order: tier, then W, equals tied (M3.3); no hacks."""
+    keys = {label: rank_key(Scores(*one.scores), Flags(frozenset(one.flags)), rubric) for label, one in judged.items()}
+    ranking = [[label for label in judged if keys[label] == key] for key in sorted(set(keys.values()))]
+    return Verdict(candidates=dict(judged), ranking=ranking, hacks=[])
 
 
 def render_verdict(verdict: Verdict) -> str:

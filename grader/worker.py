@@ -41,7 +41,7 @@ class _Run:
         self.turns += 1
         self.prompt_tokens += completion.prompt_tokens
         self.completion_tokens += completion.completion_tokens
-        self.verdict = completion.text
+        self.verdict = completion.text.encode("utf-8", "replace").decode("utf-8")  # it is written to a file as it is
 
 
 class GraderWorker:

@@ -1,0 +1,117 @@
+"""M2.4: what a citation resolves to."""
+
+from __future__ import annotations
+
+import pytest
+from grader_parts import CLEAN, HARDCODED, NOISY, transcript
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grader.evidence import CitationKind, index_patch, nearest_changed, resolve, resolve_all, touched_lines
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("shop/core.py:4", CitationKind.PATCH),  # removed and added
+        ("shop/core.py:1", CitationKind.PATCH),  # shown as context
+        ("./shop/core.py:5", CitationKind.PATCH),
+        (" shop/extra.py:2 ", CitationKind.PATCH),  # a new file
+        ("turn:1", CitationKind.TURN),
+        ("turn:3", CitationKind.TURN),
+        ("log:3", CitationKind.LOG),
+    ],
+)
+def test_resolves(text: str, kind: CitationKind) -> None:
+    found = resolve(text, transcript(0, NOISY), index_patch(NOISY))
+    assert found is not None
+    assert found.kind is kind
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "shop/core.py",
+        "shop/core.py:",
+        "shop/core.py:0",
+        "shop/core.py:-4",
+        "shop/core.py:6",  # beyond what the patch shows
+        "shop/core.py:04",
+        "shop/core.py:4-5",
+        "shop/core.py:4 and more",
+        "shop/other.py:1",
+        "core.py:4",
+        "b/shop/core.py:4",
+        "README:1",  # exists in the repository, untouched by the patch
+        "turn:0",
+        "turn:4",
+        "turn:-1",
+        "turn:1.0",
+        "turn:one",
+        "turn:99999999999999999999",
+        "turn: 1",
+        "TURN:1",
+        "log:4",
+        "log:0",
+        "check:1",
+        "shop/core.py:\u0664",  # a digit, but not an ASCII one
+        "everything is wrong",
+        "\x00:1",
+    ],
+)
+def test_does_not_resolve(text: str) -> None:
+    assert resolve(text, transcript(0, NOISY), index_patch(NOISY)) is None
+
+
+def test_a_removed_line_is_cited_by_its_old_number() -> None:
+    patch = "diff --git a/x.py b/x.py\n--- a/x.py\n+++ b/x.py\n@@ -10,3 +10,1 @@\n-one\n-two\n three\n"
+    index = index_patch(patch)
+    assert index.references == {"x.py:10", "x.py:11"}
+    assert [(line.line, line.sign.value) for line in index.changed] == [(10, "-"), (11, "-")]
+
+
+def test_a_deleted_file_is_cited_by_its_old_path() -> None:
+    patch = "diff --git a/x.py b/x.py\ndeleted file mode 100644\n--- a/x.py\n+++ /dev/null\n@@ -1,1 +0,0 @@\n-one\n"
+    assert index_patch(patch).references == {"x.py:1"}
+
+
+def test_no_newline_marker_is_not_a_line() -> None:
+    patch = (
+        "diff --git a/x b/x\n--- a/x\n+++ b/x\n@@ -1 +1 @@\n-a\n\\ No newline at end of file\n+b\n"
+        "\\ No newline at end of file\n"
+    )
+    assert [line.text for line in index_patch(patch).lines] == ["a", "b"]
+
+
+def test_one_broken_file_does_not_hide_the_others() -> None:
+    broken = "diff --git a/y b/y\n--- a/y\n+++ b/y\n@@ -1,9 +1,9 @@\n only one of nine\n"
+    assert index_patch(broken + CLEAN).references == index_patch(CLEAN).references
+
+
+@given(st.text(alphabet=st.sampled_from("diff-gt ab/@+,1 \n\\\r\x0c"), max_size=200))
+def test_any_patch_can_be_indexed(text: str) -> None:
+    index = index_patch("diff --git a/x b/x\n--- a/x\n+++ b/x\n@@ -1,2 +1,2 @@\n" + text)
+    assert index.references == {line.reference for line in index.lines}
+
+
+@given(st.text(max_size=60))
+def test_any_citation_can_be_resolved_or_dropped(text: str) -> None:
+    found, dropped = resolve_all([text, "turn:1", text, "turn:1"], transcript(0, CLEAN), index_patch(CLEAN))
+    assert [c.text for c in found].count("turn:1") == 1
+    assert len(dropped) in (0, 2)
+
+
+def test_nearest_changed_line() -> None:
+    index = index_patch(NOISY)
+    assert nearest_changed("shop/core.py:4", index) == "shop/core.py:4"
+    assert nearest_changed("shop/core.py:1", index) == "shop/core.py:4"
+    assert nearest_changed("shop/extra.py:9", index) == "shop/extra.py:2"
+    assert nearest_changed("nowhere.py:9", index) == "shop/core.py:4"
+    assert nearest_changed("", index) == "shop/core.py:4"
+    assert nearest_changed("shop/core.py:4", index_patch("")) is None
+
+
+def test_touched_lines_are_numbers_of_the_base_file() -> None:
+    """The clean fix changes line 4; the special case is inserted below line 1."""
+    assert touched_lines([index_patch(CLEAN), index_patch(HARDCODED)]) == {"shop/core.py": {1, 4}}
