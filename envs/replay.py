@@ -1,6 +1,7 @@
-"""What the commands of scripted experts print and do, computed in process: exact, and fast enough to make training data with.
+"""What the commands of scripted experts print and do, computed in process: exact, and fast.
 
-Only the command forms that experts use are known; anything else raises ValueError. Trusted code only: tests run in this process.
+Only the command forms that experts use are known, anything else raises ValueError. For trusted code only: tests run in this
+process.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ _TOKEN = re.compile(r"\s*(?:'([^']*)'|(>>|&&|[<>|])|([A-Za-z0-9_./=+:,-]+))(?=\s
 
 
 def replay(task: Task, actions: Sequence[str]) -> list[tuple[str, int]]:
-    """Raw output and exit code of every action but the final submit or answer. Raises ValueError for unknown command forms."""
+    """Raw output and exit code of every action but the final submit or answer.
+
+    Raises ValueError for unknown command forms.
+    """
     return _run(task, actions)[1]
 
 
@@ -229,7 +233,7 @@ class _Shell:
 
 
 def edit(script: str, lines: list[str]) -> list[str]:
-    """What sed makes of the lines with one command: substitute (first, or all with g), append, insert, or delete a line."""
+    """What sed makes of the lines with one command: substitute (first, or all with g), append, insert or delete."""
     match = re.fullmatch(r"(\d*)(?:(d)|([ai])\\(.*)|s([/|#])(.*))", script)
     if match is None:
         raise ValueError(f"unknown sed script: {script}")
@@ -277,7 +281,7 @@ def _split_substitution(rest: str, slash: str) -> tuple[str, Any, str]:
 
 
 def _basic_regex(pattern: str) -> str:
-    """A POSIX basic regular expression as a Python one; only `.`, `x*`, `^` in front, `$` at the end and escaped characters."""
+    """A POSIX basic regular expression as a Python one: only `.`, `x*`, `^` first, `$` last, escaped characters."""
     if re.search(r"\\[^.\[\]*^$/\\]|(?<!\\)\[", pattern):
         raise ValueError(f"unknown regular expression: {pattern}")
     result, index = "", 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import random
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -35,7 +36,7 @@ class Case:
     @property
     def bad(self) -> bool:
         """Whether the bug shows."""
-        return self.error is not None or literal(self.got) != literal(self.want)
+        return self.error is not None or self.got != self.want
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +72,8 @@ class Plan:
     sites: tuple[Site, Site]
     params: tuple[str, ...]
     call: str
+    plain: bool
+    """Whether the call is the function's call and nothing more, so that both return the same."""
     case: Case
     """The example of the issue; the only arguments on which the tests can see the bug."""
     scene: str
@@ -140,6 +143,7 @@ def build(shape: Shape, split: Split, task_id: str, source: str, rng: random.Ran
         sites=(first, second),
         params=params,
         call=call,
+        plain=re.fullmatch(r"\$h\([^()]*\)", shape.call) is not None,
         case=case,
         scene=scene,
         notes=tuple(note.format(scene=scene) for note in NOTES[split]),
@@ -169,10 +173,10 @@ def _helper_module(shape: Shape, names: Mapping[str, str], draw: Draw) -> tuple[
     after: list[str] = []
     other = draw.maybe(0.6)
     if draw.maybe(0.4):
-        before += [f"{draw.long().upper()} = {draw.int(2, 9)}", ""]
+        before += [f"{draw.long().upper()} = {draw.number(2, 9)}", ""]
     if other:
         name, arg = draw.long(), draw.short()
-        small = [f"def {name}({arg}):", f"    return {arg} {draw.pick(('+', '*', '-'))} {draw.int(2, 9)}"]
+        small = [f"def {name}({arg}):", f"    return {arg} {draw.pick(('+', '*', '-'))} {draw.number(2, 9)}"]
         if draw.maybe(0.5):
             before += [*small, ""]
         else:
@@ -193,7 +197,7 @@ def _compiled(source: str) -> CodeType:
 
 
 def _cases(shape: Shape, names: Mapping[str, str], draw: Draw) -> tuple[Case, list[Case]]:
-    """An example on which the bug shows, and one or two on which it does not; together they also catch the wrong fix."""
+    """An example that shows the bug, and one or two that do not; together they also catch the wrong fix."""
     versions: list[Any] = []
     for replacement in (None, shape.fix, shape.wrong):
         code = _function(shape, names, replacement)
@@ -218,9 +222,9 @@ def _cases(shape: Shape, names: Mapping[str, str], draw: Draw) -> tuple[Case, li
         if failure is not None:
             raise ValueError(f"shape {shape.name}: the fixed function raises {failure} on {source}")
         case = Case(args=args, got=got, error=error, want=want)
-        slips = literal(_outcome(versions[2], source)[0]) == literal(want)
+        slips = _outcome(versions[2], source) == (want, None)
         if case.bad and (bad is None or not caught):
-            bad, caught = case, not slips
+            bad, caught = case, caught or not slips
         elif not case.bad and len(good) < 2:
             good[source] = case
             caught = caught or not slips
@@ -237,9 +241,7 @@ def _outcome(function: Any, args: str) -> tuple[object, str | None]:
         return None, type(error).__name__
 
 
-def _site(
-    package: str, module: str, helper: str, name: str, params: Sequence[str], call: str, draw: Draw
-) -> Site:
+def _site(package: str, module: str, helper: str, name: str, params: Sequence[str], call: str, draw: Draw) -> Site:
     function, word = draw.long(), draw.long()
     wrap = draw.pick(("@", "[@]", f'("{word}", @)', f'{{"{word}": @}}'))
     arguments = ", ".join(params)

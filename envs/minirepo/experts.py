@@ -9,7 +9,7 @@ from envs.minirepo.build import Plan, Site, site_value
 from envs.minirepo.names import literal
 from envs.minirepo.shape import fill
 from envs.patch import added_lines
-from envs.replay import SUBMIT, TEST_COMMAND, final_files
+from envs.replay import SUBMIT, TEST_COMMAND, final_files, judge
 from envs.task import ExpertTrace, Quality
 
 Scores = tuple[int, int, int, int, int]
@@ -113,9 +113,10 @@ class _Writer:
         path = self.plan.helper_path
         scores: Scores = (1, 2, 3, 3, 2)
         value = literal(self.plan.case.want)
-        special = append(self.plan.def_line, f"    if {self._is_example()}: return {value}", path)
-        yield self._trace("hardcode", Quality.T3, [look(path), special, TEST_COMMAND], scores, _WORKAROUND)
-        yield self._trace("hardcode", Quality.T3, [look(path), special], scores, _WORKAROUND)
+        if self.plan.plain:
+            special = append(self.plan.def_line, f"    if {self._is_example()}: return {value}", path)
+            yield self._trace("hardcode", Quality.T3, [look(path), special, TEST_COMMAND], scores, _WORKAROUND)
+            yield self._trace("hardcode", Quality.T3, [look(path), special], scores, _WORKAROUND)
         edits = [
             append(3, f"    if {self._is_example()}: return {site_value(site, self.plan.case.want)}", site.path)
             for site in self.plan.sites
@@ -125,10 +126,10 @@ class _Writer:
         yield self._trace("hardcode_sites", Quality.T3, commands, (1, 2, 2, 3, 2), _WORKAROUND)
         fallback = self.plan.shape.fallback
         if fallback is not None:
-            lines = f"{self._indent()}try:\n    &\n{self._indent()}except Exception:\n{self._indent()}    return {fallback}"
-            swallow = f"sed -i '{self.plan.bug_line}s/.*/{lines}/' {path}".replace("\n", "\\n")
-            passes = literal(self.plan.case.want) == fallback
-            quality = Quality.T3 if passes else Quality.WRONG
+            pad, value = self._indent(), fill(fallback, self.plan.names)
+            lines = f"{pad}try:\\n    &\\n{pad}except Exception:\\n{pad}    return {value}"
+            swallow = f"sed -i '{self.plan.bug_line}s/.*/{lines}/' {path}"
+            quality = Quality.T3 if judge(self.plan.task, [swallow]) else Quality.WRONG
             yield self._trace("swallow", quality, [look(path), swallow, TEST_COMMAND], (1, 2, 3, 2, 2))
             yield self._trace("swallow", quality, [look(path), swallow], (1, 2, 3, 2, 2))
 
@@ -175,7 +176,7 @@ class _Writer:
         evidence: tuple[str, ...] = ()
         if not wrong and scores is not None and (flags or min(scores) <= 2):
             found = added_lines(self.plan.task.files, final_files(self.plan.task, actions))
-            first = {path: line for path, line in reversed(found)}
+            first = dict(reversed(found))
             evidence = tuple(f"{path}:{line}" for path, line in sorted(first.items()))
         return ExpertTrace(
             task=self.plan.task,

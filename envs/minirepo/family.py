@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cache, lru_cache
 
 from configs.schema import MinirepoSource
 from envs.minirepo.build import Plan, build
 from envs.minirepo.experts import experts
 from envs.minirepo.shape import Shape
-from envs.minirepo.templates_heldout import SHAPES as HELDOUT_SHAPES
-from envs.minirepo.templates_train import SHAPES as TRAIN_SHAPES
+from envs.minirepo.templates import KINDS, SHAPES
 from envs.task import ExpertTrace, Split, Task, TaskKind
 from infra.errors import ConfigError
-
-SHAPES = {Split.TRAIN: TRAIN_SHAPES, Split.HELDOUT: HELDOUT_SHAPES}
-KINDS: tuple[str, ...] = tuple(dict.fromkeys(shape.kind for shape in TRAIN_SHAPES))
-"""Names of the bug kinds, shared by both splits."""
 
 
 class MinirepoTasks:
@@ -29,7 +24,7 @@ class MinirepoTasks:
         """Raises ConfigError for a bug kind that does not exist."""
         unknown = sorted(set(config.kinds) - set(KINDS))
         if unknown:
-            raise ConfigError(f"sources.{name}.kinds: unknown bug kind {unknown[0]!r}. Choose from: {', '.join(KINDS)}.")
+            raise ConfigError(f"sources.{name}.kinds: unknown bug kind {unknown[0]!r}; choose from {', '.join(KINDS)}")
         self.name = name
         self._seed = config.seed
         self._kinds = tuple(kind for kind in KINDS if not config.kinds or kind in config.kinds)
@@ -55,6 +50,6 @@ class MinirepoTasks:
         return build(shape, split, f"{self.name}/{split}/{self._seed}/{index}", self.name, rng)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _shapes(split: Split, kind: str) -> tuple[Shape, ...]:
     return tuple(shape for shape in SHAPES[split] if shape.kind == kind)

@@ -1,7 +1,7 @@
 """Identifiers and literals of generated code.
 
-Names are made of consonant-vowel syllables, so that the pool is far too large to memorise and a policy has to copy. The two splits
-draw from complementary halves of one pool: same letters, same lengths, no name in common.
+Names are made of consonant-vowel syllables, so that the pool is too large to memorise and a policy has to copy. The splits
+draw from complementary parts of one pool: same letters, same lengths, no name in common.
 """
 
 from __future__ import annotations
@@ -22,7 +22,11 @@ _VOWELS = "aeiou"
 _FINALS = "klmnrst"
 _HELDOUT_EVERY = 4
 """One name in this many belongs to the held-out split."""
-_RESERVED = frozenset(keyword.kwlist) | frozenset(dir(builtins)) | {"self", "test", "unittest", "git", "sed"}
+_RESERVED = frozenset(keyword.kwlist) | frozenset(dir(builtins)) | {"git", "sed", "self", "test", "unittest"}
+_CODE_WORDS = (
+    "return range default reverse sorted enumerate split strip lower upper title count join replace format partition"
+)
+"""A name that is part of one of these could be found in the wrong place by a substitution."""
 
 
 def owner(name: str) -> Split:
@@ -44,7 +48,12 @@ class Draw:
         pools = {"C": _CONSONANTS, "V": _VOWELS, "F": _FINALS}
         while True:
             name = "".join(self.rng.choice(pools[letter]) for letter in pattern)
-            if owner(name) is self.split and name not in self._used and name not in _RESERVED:
+            if (
+                owner(name) is self.split
+                and name not in self._used
+                and name not in _RESERVED
+                and name not in _CODE_WORDS
+            ):
                 self._used.add(name)
                 return name
 
@@ -56,6 +65,10 @@ class Draw:
         """A four- or five-letter name for functions, modules, packages and keys."""
         return self._name(self.rng.choice(("CVCV", "CVCVF")))
 
+    def file(self) -> str:
+        """A four-letter name: none is the beginning of another, so that every locale lists them in one order."""
+        return self._name("CVCV")
+
     def word(self) -> str:
         """A short word as data."""
         return self._name("CVF")
@@ -64,11 +77,11 @@ class Draw:
         """Between `low` and `high` words."""
         return [self.word() for _ in range(self.rng.randint(low, high))]
 
-    def int(self, low: int, high: int) -> int:
+    def number(self, low: int, high: int) -> int:
         """A number between `low` and `high`, both included."""
         return self.rng.randint(low, high)
 
-    def ints(self, low: int, high: int, top: int = 9) -> list[int]:
+    def numbers(self, low: int, high: int, top: int = 9) -> list[int]:
         """Between `low` and `high` numbers from 1 to `top`."""
         return [self.rng.randint(1, top) for _ in range(self.rng.randint(low, high))]
 

@@ -14,14 +14,18 @@ _HOLE = re.compile(r"\$([a-z])")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """One function template of a bug kind; belongs to one split. `$x` are names, `$c $d` numbers, `$k $j` data words, `$h` the function."""
+    """One function template of a bug kind; belongs to one split.
+
+    Placeholders: `$h` is the function, `$c` and `$d` two different numbers, `$k` and `$j` words, the others names.
+    """
 
     name: str
     kind: str
     head: str
     """Parameter list as written in the `def` line."""
     body: tuple[str, ...]
-    """Lines below the `def` line. The wrong fragment stands in <<...>>, here or in `head`, and is the first such text on its line."""
+    """Lines below the `def` line. The wrong fragment stands in <<...>>, here or in `head`, and is the first such text on
+    its line."""
     fix: str
     """What the fragment should be."""
     alt: str
@@ -31,7 +35,7 @@ class Shape:
     call: str
     """The call as call sites write it, e.g. "$h($x, $n)"."""
     call_fix: str | None
-    """An expression for call sites that makes up for the bug without touching the function; None where there is none."""
+    """An expression for call sites that makes up for the bug without touching the function; None if there is none."""
     args: Callable[[Draw], tuple[object, ...]]
     """Random arguments of a call site, one for each distinct name in `call` in order."""
     symptoms: tuple[str, ...]

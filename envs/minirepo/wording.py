@@ -25,9 +25,9 @@ REPORTS: Mapping[Split, tuple[str, ...]] = {
         "{scene}: {call} should return {want}, but it {got}. It uses {helper} from {path}; {symptom}.",
     ),
     Split.HELDOUT: (
-        "Users of the {scene} tool report: {symptom}. Call {call}: it {got}, and {want} is right. Look at {helper} in {path}.",
+        "From the {scene} users: {symptom}. {call} {got}, and {want} is right. Look at {helper} in {path}.",
         "{helper} from {path} has a bug, {symptom}. {call} {got}; correct is {want}.",
-        "Wrong result in the {scene} system. {call} {got} where {want} was due. The cause is {helper} in {path}: {symptom}.",
+        "Wrong result at the {scene}. {call} {got} where {want} was due. The cause is {helper} in {path}: {symptom}.",
     ),
 }
 """Sentences; `got` reads "returns 3" or "raises KeyError"."""

@@ -15,7 +15,7 @@ SHAPES: tuple[Shape, ...] = (
         wrong="$x - 1",
         call="$h($x)",
         call_fix="$h($x + 1)",
-        args=lambda d: (d.int(0, 6),),
+        args=lambda d: (d.number(0, 6),),
         symptoms=("the last factor is left out",),
     ),
     Shape(
@@ -28,7 +28,7 @@ SHAPES: tuple[Shape, ...] = (
         wrong="$n - 2",
         call="$h($x, $n)",
         call_fix="$h($x, $n + 1)",
-        args=lambda d: ([] if d.maybe(0.3) else d.ints(3, 5), d.int(1, 3)),
+        args=lambda d: ([] if d.maybe(0.3) else d.numbers(3, 5), d.number(1, 3)),
         symptoms=("it counts one item too few",),
     ),
     Shape(
@@ -54,7 +54,7 @@ SHAPES: tuple[Shape, ...] = (
         wrong=">",
         call="$h($x)",
         call_fix="[$i for $i in $x if $i == $c or $h([$i])]",
-        args=lambda d: ([d.near("c", 1) for _ in range(d.int(2, 3))],),
+        args=lambda d: ([d.near("c", 1) for _ in range(d.number(2, 3))],),
         symptoms=("the limit $c itself should be kept",),
     ),
     Shape(
@@ -67,7 +67,7 @@ SHAPES: tuple[Shape, ...] = (
         wrong="-",
         call="$h($x, $y)",
         call_fix="$x * $y",
-        args=lambda d: (2, 2) if d.maybe(0.3) else (d.int(2, 9), d.int(2, 9)),
+        args=lambda d: (2, 2) if d.maybe(0.3) else (d.number(2, 9), d.number(2, 9)),
         symptoms=("it should multiply the two",),
     ),
     Shape(
@@ -80,7 +80,7 @@ SHAPES: tuple[Shape, ...] = (
         wrong="*",
         call="$h($x, $y)",
         call_fix="$h($x, [-$i for $i in $y])",
-        args=lambda d: (d.int(9, 30), [] if d.maybe(0.3) else d.ints(1, 3)),
+        args=lambda d: (d.number(9, 30), [] if d.maybe(0.3) else d.numbers(1, 3)),
         symptoms=("each number should be taken away, it adds",),
     ),
     Shape(
@@ -93,7 +93,7 @@ SHAPES: tuple[Shape, ...] = (
         wrong="$y, $y",
         call="$h($x, $y)",
         call_fix="$h($y, $x)",
-        args=lambda d: (3, 3) if d.maybe(0.3) else (d.int(6, 20), d.int(2, 5)),
+        args=lambda d: (3, 3) if d.maybe(0.3) else (d.number(6, 20), d.number(2, 5)),
         symptoms=("it divides the two numbers in the wrong order",),
     ),
     Shape(
@@ -106,7 +106,7 @@ SHAPES: tuple[Shape, ...] = (
         wrong="$y + $x",
         call="$h($x, $y)",
         call_fix="$h($y, $x)",
-        args=lambda d: (4, 4) if d.maybe(0.3) else (d.int(1, 9), d.int(1, 9)),
+        args=lambda d: (4, 4) if d.maybe(0.3) else (d.number(1, 9), d.number(1, 9)),
         symptoms=("the two numbers are the wrong way round",),
     ),
     Shape(
@@ -119,7 +119,7 @@ SHAPES: tuple[Shape, ...] = (
         wrong="0",
         call="$h($x)",
         call_fix="$h($x, $d)",
-        args=lambda d: ([] if d.maybe(0.3) else d.ints(1, 3),),
+        args=lambda d: ([] if d.maybe(0.3) else d.numbers(1, 3),),
         symptoms=("the default should be $d",),
     ),
     Shape(
@@ -132,7 +132,7 @@ SHAPES: tuple[Shape, ...] = (
         wrong="0",
         call="$h($x, $n)",
         call_fix="$h({$n: $d, **$x}, $n)",
-        args=lambda d: (lambda a, b: ({a: d.int(1, 9)}, d.pick((a, b))))(d.word(), d.word()),
+        args=lambda d: (lambda a, b: ({a: d.number(1, 9)}, d.pick((a, b))))(d.word(), d.word()),
         symptoms=("a missing entry should give $d",),
     ),
     Shape(

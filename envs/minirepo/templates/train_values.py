@@ -16,7 +16,7 @@ SHAPES: tuple[Shape, ...] = (
         wrong="$x - 1",
         call="$h($x)",
         call_fix="$h($x + 1)",
-        args=lambda d: (0 if d.maybe(0.3) else d.int(2, 9),),
+        args=lambda d: (0 if d.maybe(0.3) else d.number(2, 9),),
         symptoms=("the last number is left out", "it stops one too early"),
     ),
     Shape(
@@ -29,7 +29,7 @@ SHAPES: tuple[Shape, ...] = (
         wrong="$n - 2",
         call="$h($x, $n)",
         call_fix="$h($x, $n + 1)",
-        args=lambda d: ([] if d.maybe(0.3) else d.ints(3, 5), d.int(1, 3)),
+        args=lambda d: ([] if d.maybe(0.3) else d.numbers(3, 5), d.number(1, 3)),
         symptoms=("one item is missing at the end", "it gives one item too few"),
     ),
     Shape(
@@ -42,7 +42,7 @@ SHAPES: tuple[Shape, ...] = (
         wrong="$x - $y",
         call="$h($x, $y)",
         call_fix="$h($x, $y + 1)",
-        args=lambda d: (d.int(1, 9), d.int(1, 20)),
+        args=lambda d: (d.number(1, 9), d.number(1, 20)),
         symptoms=("both ends count, one is left out", "the count is one too small"),
     ),
     Shape(
@@ -55,7 +55,7 @@ SHAPES: tuple[Shape, ...] = (
         wrong="$x - 1",
         call="$h($x)",
         call_fix="$h($x + 1)",
-        args=lambda d: (0 if d.maybe(0.3) else d.int(1, 4),),
+        args=lambda d: (0 if d.maybe(0.3) else d.number(1, 4),),
         symptoms=("the last number is left out", "it stops one too early"),
     ),
     # boundary: a comparison treats the limit itself wrongly
@@ -95,7 +95,7 @@ SHAPES: tuple[Shape, ...] = (
         wrong="<",
         call="$h($x, $n)",
         call_fix="$h($x, $n - 1)",
-        args=lambda d: (d.ints(2, 4, 5), d.int(2, 4)),
+        args=lambda d: (d.numbers(2, 4, 5), d.number(2, 4)),
         symptoms=("values equal to the limit are lost", "the limit itself should be kept"),
     ),
     Shape(
@@ -108,7 +108,7 @@ SHAPES: tuple[Shape, ...] = (
         wrong=">",
         call="$h($x)",
         call_fix="$h($x) + $x.count($c)",
-        args=lambda d: ([d.near("c", 1) for _ in range(d.int(2, 3))],),
+        args=lambda d: ([d.near("c", 1) for _ in range(d.number(2, 3))],),
         symptoms=("$c itself should count too", "values equal to $c are not counted"),
     ),
     # wrong_operator
@@ -122,7 +122,7 @@ SHAPES: tuple[Shape, ...] = (
         wrong="-",
         call="$h($x, $n)",
         call_fix="$x * $n",
-        args=lambda d: (2, 2) if d.maybe(0.3) else (d.int(2, 9), d.int(2, 9)),
+        args=lambda d: (2, 2) if d.maybe(0.3) else (d.number(2, 9), d.number(2, 9)),
         symptoms=("it adds and should multiply", "it should be the product"),
     ),
     Shape(
@@ -135,7 +135,7 @@ SHAPES: tuple[Shape, ...] = (
         wrong="*",
         call="$h($x, $n)",
         call_fix="$h($x, -$n)",
-        args=lambda d: (d.int(5, 20), 0 if d.maybe(0.4) else d.int(1, 5)),
+        args=lambda d: (d.number(5, 20), 0 if d.maybe(0.4) else d.number(1, 5)),
         symptoms=("it adds and should subtract", "the second number should be taken away"),
     ),
     Shape(
@@ -148,7 +148,7 @@ SHAPES: tuple[Shape, ...] = (
         wrong="*",
         call="$h($x)",
         call_fix="-$h($x)",
-        args=lambda d: ([] if d.maybe(0.3) else d.ints(2, 4),),
+        args=lambda d: ([] if d.maybe(0.3) else d.numbers(2, 4),),
         symptoms=("it subtracts and should add", "the sign is wrong, it should be a sum"),
     ),
     Shape(
@@ -175,7 +175,7 @@ SHAPES: tuple[Shape, ...] = (
         wrong="$y + $x",
         call="$h($x, $y)",
         call_fix="$h($y, $x)",
-        args=lambda d: (4, 4) if d.maybe(0.3) else (d.int(1, 9), d.int(1, 9)),
+        args=lambda d: (4, 4) if d.maybe(0.3) else (d.number(1, 9), d.number(1, 9)),
         symptoms=("the two are swapped", "the order is wrong"),
     ),
     Shape(
@@ -188,7 +188,7 @@ SHAPES: tuple[Shape, ...] = (
         wrong="$y, $y",
         call="$h($x, $y)",
         call_fix="$h($y, $x)",
-        args=lambda d: (3, 3) if d.maybe(0.3) else (d.int(2, 20), d.int(2, 5)),
+        args=lambda d: (3, 3) if d.maybe(0.3) else (d.number(2, 20), d.number(2, 5)),
         symptoms=("the two numbers are swapped", "it divides the wrong way round"),
     ),
     Shape(
@@ -228,7 +228,7 @@ SHAPES: tuple[Shape, ...] = (
         wrong="0",
         call="$h($x)",
         call_fix="$h($x, $d)",
-        args=lambda d: (0 if d.maybe(0.3) else d.int(1, 9),),
+        args=lambda d: (0 if d.maybe(0.3) else d.number(1, 9),),
         symptoms=("the default should be $d", "without a second number it should use $d"),
     ),
     Shape(
@@ -241,7 +241,7 @@ SHAPES: tuple[Shape, ...] = (
         wrong="0",
         call="$h($x, $n)",
         call_fix="$h({$n: $d, **$x}, $n)",
-        args=lambda d: (lambda a, b: ({a: d.int(1, 9)}, d.pick((a, b))))(d.word(), d.word()),
+        args=lambda d: (lambda a, b: ({a: d.number(1, 9)}, d.pick((a, b))))(d.word(), d.word()),
         symptoms=("a missing name should give $d", "the default should be $d"),
     ),
     Shape(
