@@ -7,6 +7,7 @@ count only if the user wrote them: defaults are silent.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,19 @@ def load_run(file: Path, overrides: Sequence[str] = (), arms: Sequence[Path] = (
 def find_problems(config: RunConfig) -> list[Problem]:
     """Everything that keeps this combination from running as written."""
     return [problem for rule in RULES for problem in rule(config)]
+
+
+def resolved(config: RunConfig) -> dict[str, Any]:
+    """Every key that has an effect, with its value, as plain data: what a run folder keeps and what can be run again."""
+    data: dict[str, Any] = config.model_dump(mode="json")
+    for problem in find_problems(RunConfig.model_validate(data)):
+        *parents, key = problem.path
+        section = data
+        for part in parents:
+            section = section[str(part)]
+        if problem.idle:
+            del section[str(key)]
+    return data
 
 
 def is_set(config: BaseModel, dotted: str) -> bool:
@@ -82,9 +96,9 @@ def _plain(value: Any) -> Any:
 
 
 def _idle(config: RunConfig, dotted: str, why: str, remedy: str = "remove the key") -> Iterator[Problem]:
-    """A key the user wrote that nothing would read."""
-    if is_set(config, dotted):
-        yield _problem(config, dotted, f"has no effect, because {why}; {remedy}")
+    """A key the user wrote that nothing would read; null says so itself."""
+    if is_set(config, dotted) and value_at(config, dotted) is not None:
+        yield replace(_problem(config, dotted, f"has no effect, because {why}; {remedy}"), idle=True)
 
 
 # ---- sources and groups ---------------------------------------------------------------------------------------------

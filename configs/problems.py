@@ -29,6 +29,8 @@ class Problem:
     """What is wrong and what to do, e.g. "must be above 0; raise it"."""
     shown: str | None = None
     """The value as the user wrote it, shortened; None where there is none."""
+    idle: bool = False
+    """Whether the key merely has no effect: without it the configuration means the same."""
 
 
 def report(file: Path, problems: Sequence[Problem], origins: Mapping[KeyPath, str]) -> ConfigError:

@@ -1,0 +1,205 @@
+"""The command `gagar`. Reads arguments and configurations, calls one function, turns errors into one message.
+
+Heavy imports happen inside the commands, so that help and `gagar config check` answer at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+from configs.errors import ConfigError, GagarError
+
+if TYPE_CHECKING:
+    from configs.schema import RunConfig
+
+EXIT_FAILURE = 1
+EXIT_CONFIG = 2
+EXIT_INTERRUPTED = 130
+
+app = typer.Typer(
+    name="gagar",
+    help="Train code agents by reinforcement learning with groupwise grading and advantage redistribution.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+config_app = typer.Typer(
+    help="Check or show a configuration; runs nothing.", no_args_is_help=True, rich_markup_mode=None
+)
+app.add_typer(config_app, name="config")
+
+Config = Annotated[Path, typer.Argument(help="Configuration file, e.g. configs/quickstart.yaml.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="KEY=VALUE",
+        help="Changes to single keys, e.g. learner.optimizer.lr=1e-4; ~key.path goes back to the default.",
+    ),
+]
+Arms = Annotated[
+    list[Path] | None,
+    typer.Option("--arm", help="File merged over CONFIG, e.g. configs/arms/outcome.yaml; may be given several times."),
+]
+
+
+@app.command(epilog="Example: gagar train configs/learn.yaml --arm configs/arms/discount.yaml --name discount steps=8")
+def train(
+    config: Config,
+    overrides: Overrides = None,
+    arm: Arms = None,
+    name: Annotated[str | None, typer.Option(help="Name of the run; short for the override name=...")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint of this run.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the resolved configuration and the plan, start nothing.")
+    ] = False,
+) -> None:
+    """Train a policy with everything a configuration says."""
+    from configs.check import resolved
+
+    loaded = _load(config, overrides, arm, name)
+    if dry_run:
+        import yaml
+
+        from orchestrator.plan import make_plan, render
+
+        typer.echo(yaml.safe_dump(resolved(loaded), sort_keys=False))
+        typer.echo(render(make_plan(loaded)))
+        return
+    from orchestrator.build import run_training
+
+    try:
+        code = run_training(loaded, config_file=config, resume=resume)
+    except KeyboardInterrupt:
+        typer.echo(
+            f"gagar: stopped by the keyboard; the same command with --resume goes on from the last checkpoint of "
+            f"{Path(loaded.output) / loaded.name}",
+            err=True,
+        )
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+    raise typer.Exit(code)
+
+
+@app.command(epilog="Example: gagar sft configs/sft-policy.yaml output=/tmp/policy")
+def sft(
+    recipe: Annotated[Path, typer.Argument(help="Recipe of a warm-up checkpoint.")],
+    overrides: Overrides = None,
+) -> None:
+    """Train a warm-up checkpoint on scripted solutions."""
+    from learner.sft import run_sft
+
+    raise typer.Exit(run_sft(recipe, overrides or []))
+
+
+@app.command(
+    name="eval",
+    epilog="Example: gagar eval configs/learn.yaml --checkpoint runs/learn/checkpoints/step-000024 eval.samples=3",
+)
+def evaluate(
+    config: Config,
+    overrides: Overrides = None,
+    arm: Arms = None,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(help="Checkpoint of a run, or any folder in Hugging Face format; without it, engine.model."),
+    ] = None,
+) -> None:
+    """Measure the held-out pass rate of a policy."""
+    loaded = _load(config, overrides, arm, None)
+    if loaded.eval is None:
+        raise ConfigError(f"{config}: eval = null: nothing says what to evaluate on; give e.g. eval.source=minirepo")
+    folder = None if checkpoint is None else _policy_folder(checkpoint)
+    from orchestrator.build import run_eval
+
+    raise typer.Exit(run_eval(loaded, folder))
+
+
+@app.command(epilog="Example: gagar status runs/quickstart")
+def status(
+    run: Annotated[Path, typer.Argument(help="Folder of a run, running or ended.")],
+) -> None:
+    """Say where a run stands and who waits for whom."""
+    from orchestrator.status import print_status
+
+    raise typer.Exit(print_status(run))
+
+
+@app.command(epilog="Example: gagar doctor configs/quickstart.yaml")
+def doctor(
+    config: Annotated[Path | None, typer.Argument(help="Judge by what this configuration asks for.")] = None,
+) -> None:
+    """Look whether this machine has what a run needs."""
+    from infra.doctor import Level, diagnose
+
+    findings = diagnose(None if config is None else _load(config, None, None, None))
+    for finding in findings:
+        typer.echo(f"{finding.level.value:4}  {finding.name:13} {finding.detail}")
+        if finding.remedy:
+            typer.echo(f"{'':20}-> {finding.remedy}")
+    failed = sum(finding.level is Level.FAIL for finding in findings)
+    if failed:
+        raise GagarError(f"{failed} of {len(findings)} checks failed; see the arrows above")
+
+
+@config_app.command(epilog="Example: gagar config check configs/cluster.yaml engine.model=/my/policy")
+def check(config: Config, overrides: Overrides = None, arm: Arms = None) -> None:
+    """Find unknown keys, wrong values, impossible combinations and keys without effect."""
+    loaded = _load(config, overrides, arm, None)
+    typer.echo(f"{config}: ok ({loaded.steps} steps, sources {', '.join(loaded.sources)})")
+
+
+@config_app.command(epilog="Example: gagar config show configs/quickstart.yaml algorithm.group_size=4")
+def show(config: Config, overrides: Overrides = None, arm: Arms = None) -> None:
+    """Print it with every default filled in; can be run again."""
+    import yaml
+
+    from configs.check import resolved
+
+    typer.echo(yaml.safe_dump(resolved(_load(config, overrides, arm, None)), sort_keys=False), nl=False)
+
+
+def _load(config: Path, overrides: list[str] | None, arms: list[Path] | None, name: str | None) -> RunConfig:
+    """The checked RunConfig, its task sources included."""
+    from configs.check import load_run
+    from envs.source import make_source
+
+    named = [] if name is None else [f"name={name}"]
+    loaded = load_run(config, [*(overrides or []), *named], arms or []).config
+    for source_name, source in loaded.sources.items():
+        make_source(source_name, source)
+    return loaded
+
+
+def _policy_folder(checkpoint: Path) -> Path:
+    """The Hugging Face folder of a checkpoint, which is the folder itself or its `policy`."""
+    from configs.models import missing_files
+
+    for folder in (checkpoint / "policy", checkpoint):
+        if folder.is_dir() and not missing_files(folder):
+            return folder.absolute()
+    lacking = ", ".join(missing_files(checkpoint)) if checkpoint.is_dir() else "it is no folder"
+    raise ConfigError(
+        f"--checkpoint {checkpoint}: not a checkpoint ({lacking}); give runs/NAME/checkpoints/step-N or a Hugging Face "
+        "folder"
+    )
+
+
+def main() -> NoReturn:
+    """Entry point: exit code 0, 2 for a configuration or command line that cannot run, 1 for any other failure."""
+    try:
+        app()
+    except ConfigError as error:
+        typer.echo(f"gagar: {error}", err=True)
+        sys.exit(EXIT_CONFIG)
+    except GagarError as error:
+        typer.echo(f"gagar: {error.boundary.value}: {error}", err=True)
+        sys.exit(EXIT_FAILURE)
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()
