@@ -206,6 +206,10 @@ class JailSandbox(Section):
     """Address-space limit of each process in the jail, in MiB."""
     max_processes: PositiveInt = 64
     file_size_mib: PositiveInt = 64
+    workspace_mib: PositiveInt = 256
+    """Size of the workspace and /tmp of a sandbox together, in MiB; both are in memory."""
+    reuse_servers: bool = True
+    """Whether a server whose sandbox was closed and emptied serves the next one; false starts a server for each."""
     start_timeout_s: PositiveFloat = 60.0
 
 
@@ -216,7 +220,9 @@ class DockerSandbox(Section):
     image: str
     runtime: Literal["docker", "podman"] = "docker"
     start_timeout_s: PositiveFloat = 300.0
-    docker_args: tuple[str, ...] = ("--network=none",)
+    docker_args: tuple[str, ...] = ("--cap-drop=ALL", "--security-opt=no-new-privileges", "--pids-limit=256", "--memory=1g")
+    """More arguments of `docker run`. The server is reached through a published port, which `--network=none` would cut
+    off: give a network without a route outside (`--network=NAME`) to keep the policy off the internet."""
 
 
 class ModalSandbox(Section):

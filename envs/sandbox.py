@@ -1,0 +1,133 @@
+"""What a sandbox is to everybody else: a workspace in which shell commands run, and nothing else.
+
+Which kind of sandbox stands behind it is configuration alone (`make_provider`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from configs.schema import DockerSandbox, JailSandbox, ModalSandbox, SandboxConfig
+from infra.errors import SandboxError
+
+WORKSPACE = "/workspace"
+"""Where commands run: the task's files, and the root of its repository."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommandResult:
+    """What one command did."""
+
+    output: str
+    """stdout and stderr as they came, together; very long output has lost its middle."""
+    exit_code: int | None
+    """None if the command was killed for time."""
+    timed_out: bool
+    duration_s: float
+
+
+class Sandbox(Protocol):
+    """One isolated workspace. Commands run one at a time; each ends with everything it started."""
+
+    async def run(self, command: str, *, timeout_s: float) -> CommandResult:
+        """Run `bash -c command` in the workspace; after `timeout_s` it is killed with all its descendants.
+
+        Raises SandboxError when the sandbox is lost, never for what the command did.
+        """
+        ...
+
+    async def write_files(self, files: Mapping[str, str]) -> None:
+        """Write files (path relative to the workspace -> content), replacing whatever stands in their way.
+
+        Raises SandboxError when the sandbox is lost or cannot hold them.
+        """
+        ...
+
+    async def read_file(self, path: str) -> str | None:
+        """Content of a file of the workspace, None if there is no such regular file. Raises SandboxError when lost."""
+        ...
+
+    async def close(self) -> None:
+        """Give the sandbox up: its processes and its workspace are gone afterwards. Closing twice, or a lost one, is fine."""
+        ...
+
+
+class SandboxProvider(Protocol):
+    """Starts sandboxes. The caller bounds how many there are at once."""
+
+    async def start(self) -> Sandbox:
+        """A sandbox with an empty workspace and no history. Raises SandboxError."""
+        ...
+
+    async def close(self) -> None:
+        """Give up what the provider keeps between sandboxes."""
+        ...
+
+
+def make_provider(config: SandboxConfig) -> SandboxProvider:
+    """The provider that a configuration names. Raises SandboxError where this host lacks what it needs."""
+    if isinstance(config, JailSandbox):
+        from envs.jail import JailProvider
+
+        return JailProvider(config)
+    from envs.deployment import DockerProvider, ModalProvider, RemoteProvider
+
+    if isinstance(config, DockerSandbox):
+        return DockerProvider(config)
+    if isinstance(config, ModalSandbox):
+        return ModalProvider(config)
+    return RemoteProvider(config)
+
+
+class ScriptedSandbox:
+    """A sandbox for tests: files in a dictionary, commands answered by a function that may raise SandboxError."""
+
+    def __init__(self, respond: Callable[[str], CommandResult]) -> None:
+        self.respond = respond
+        self.files: dict[str, str] = {}
+        self.commands: list[str] = []
+        self.closed = False
+
+    async def run(self, command: str, *, timeout_s: float) -> CommandResult:
+        """See `Sandbox.run`."""
+        self.commands.append(command)
+        await asyncio.sleep(0)
+        return self.respond(command)
+
+    async def write_files(self, files: Mapping[str, str]) -> None:
+        """See `Sandbox.write_files`."""
+        self.files.update(files)
+
+    async def read_file(self, path: str) -> str | None:
+        """See `Sandbox.read_file`."""
+        return self.files.get(path)
+
+    async def close(self) -> None:
+        """See `Sandbox.close`."""
+        self.closed = True
+
+
+class ScriptedProvider:
+    """A provider for tests: hands out what `make` returns, which may raise SandboxError."""
+
+    def __init__(self, make: Callable[[], ScriptedSandbox]) -> None:
+        self.make = make
+        self.started: list[ScriptedSandbox] = []
+
+    async def start(self) -> ScriptedSandbox:
+        """See `SandboxProvider.start`."""
+        await asyncio.sleep(0)
+        sandbox = self.make()
+        self.started.append(sandbox)
+        return sandbox
+
+    async def close(self) -> None:
+        """See `SandboxProvider.close`."""
+
+
+def lost(what: str, error: BaseException) -> SandboxError:
+    """A SandboxError that says what was being done and what came instead."""
+    return SandboxError(f"sandbox lost while {what}: {type(error).__name__}: {error}")
