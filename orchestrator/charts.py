@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from infra.spans import Span
 
 WIDTH, HEIGHT = 560.0, 210.0
-LEFT, RIGHT, TOP, BOTTOM = 48.0, 10.0, 10.0, 24.0
+LEFT, RIGHT, TOP, BOTTOM = 72.0, 10.0, 10.0, 24.0
 BINS = 280
 """Columns of the occupancy timeline."""
 
@@ -146,13 +147,22 @@ def timeline(title: str, spans: Sequence[Span], lanes: Sequence[str], window: tu
         ]
         path = f"M{LEFT:.1f} {floor:.1f} " + " ".join(f"L{x:.1f} {y:.1f}" for x, y in points)
         path += f" L{WIDTH - RIGHT:.1f} {floor:.1f} Z"
-        shapes.append(Shape(name=f"{name} (up to {peak:.3g} at once)", color=lane, path=path, marks=()))
+        most = _most_at_once([s for s in spans if s.name == name], window)
+        shapes.append(Shape(name=f"{name} (up to {most} at once)", color=lane, path=path, marks=()))
     if not shapes:
         return None
     x_ticks = tuple(
         Tick(at=LEFT + (WIDTH - LEFT - RIGHT) * i / 4, label=f"{(end - start) * i / 4:.0f} s") for i in range(5)
     )
     return Chart(title=title, kind="timeline", x_ticks=x_ticks, y_ticks=tuple(y_ticks), shapes=tuple(shapes))
+
+
+def _most_at_once(spans: Sequence[Span], window: tuple[float, float]) -> int:
+    start, end = window
+    edges = [
+        e for s in spans if s.end_s > start and s.start_s < end for e in ((max(s.start_s, start), 1), (s.end_s, -1))
+    ]
+    return max(accumulate(change for _, change in sorted(edges)), default=0)
 
 
 def _x(value: float, low: float, high: float) -> float:

@@ -25,6 +25,8 @@ TIMELINE_STEPS = 3
 TIMELINE_S = 120.0
 """Length of the timeline of a run that has not finished a step."""
 
+SCORES = ("approach", "precision", "minimality", "side_effects", "consistency")
+
 Row = Mapping[str, Any]
 
 
@@ -80,9 +82,7 @@ def step_charts(metrics: Sequence[Row]) -> list[Chart | None]:
         "grader success": _line(metrics, "grading/success_rate"),
         "grading beside rollouts": _line(metrics, "overlap/share"),
     }
-    ends = {
-        name.removeprefix("groups/"): name for name in _names(metrics, "groups/") if not name.endswith(("50", "95"))
-    }
+    ends = ["groups/trained", *_names(metrics, "groups/skipped/"), "groups/dropped_stale", "groups/failed"]
     time_parts = {key: f"time/{key}_s" for key in ("rollout", "grading", "learning", "publish", "checkpoint", "idle")}
     gap = {
         "mean": _line(metrics, "learner/logprob_gap_mean"),
@@ -94,7 +94,7 @@ def step_charts(metrics: Sequence[Row]) -> list[Chart | None]:
         stacked_bars("Tiers of graded passes", {f"T{i}": _bars(metrics, f"grading/tier{i}_share") for i in (1, 2, 3)}),
         line_chart("Lambda before the cap", _some(lambdas)),
         line_chart("Shares", _some(shares), low=0.0, high=1.0),
-        stacked_bars("Groups by end", {key: _bars(metrics, name) for key, name in ends.items()}),
+        stacked_bars("Groups by end", {n.removeprefix("groups/"): _bars(metrics, n) for n in ends}),
         stacked_bars("Where the time of a step went, seconds", {k: _bars(metrics, n) for k, n in time_parts.items()}),
         line_chart("Entropy, nats", _some({"entropy": _line(metrics, "learner/entropy")})),
         line_chart("Learner and engine log-probability gap", _some(gap)),
@@ -133,7 +133,7 @@ def group_row(record: Row) -> dict[str, Any]:
             {
                 **t,
                 "before": t["reward"] - mean if t["valid"] and t["reward"] is not None else None,
-                "scores": " ".join(f"{k} {v}" for k, v in scores.items()) if scores else "",
+                "scores": " ".join(str(scores.get(k, "?")) for k in SCORES) if scores else "",
                 "flags": ", ".join(k for k, v in flags.items() if v),
                 "versions": ", ".join(map(str, t["policy_versions"])),
                 "patch": t.get("patch") or "",

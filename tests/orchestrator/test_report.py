@@ -55,6 +55,10 @@ def test_the_report_shows_the_run_and_needs_nothing_else(tmp_path: Path) -> None
     for part in (
         "40.0% -> 55.0% (+15.0 points)",
         "Pass rate by source",
+        "Tiers of graded passes",
+        "Groups by end",
+        "skipped/all_fail",
+        "Where the time of a step went",
         "What ran when, step 3",
         "lambda 1.67",
         "capped at 1.5",
@@ -84,6 +88,7 @@ def test_a_group_shows_what_the_grade_changed() -> None:
     assert [t["before"] for t in row["rows"]] == [0.5, 0.5, -0.5, -0.5]
     assert [t["advantage"] for t in row["rows"]] == [0.775, 0.175, -0.475, -0.475]
     assert row["passes"] == 2
+    assert row["rows"][0]["scores"] == "5 5 4 5 4"
     masked = group_row(records()[5])
     assert [t["before"] for t in masked["rows"]] == [None, None, 0.0]
 
@@ -133,13 +138,13 @@ def test_spans_of_two_sessions_come_on_one_axis(tmp_path: Path) -> None:
     assert read_jsonl(tmp_path / "absent.jsonl") == []
 
 
-# ---- charts: the drawing area reaches from x 48 to 550 and from y 10 (top) to 186 -----------------------------------
+# ---- charts: the drawing area reaches from x 72 to 550 and from y 10 (top) to 186 -----------------------------------
 
 
 def test_a_line_spans_the_drawing_area() -> None:
     chart = line_chart("t", {"a": [(1, 0.0), (3, 1.0)]}, low=0.0, high=1.0)
     assert chart is not None
-    assert chart.shapes[0].path == "M48.0 186.0 L550.0 10.0"
+    assert chart.shapes[0].path == "M72.0 186.0 L550.0 10.0"
     assert [t.label for t in chart.x_ticks] == ["1", "2", "3"]
     assert chart.y_ticks[0].label == "0"
     assert chart.y_ticks[-1].label == "1"
@@ -148,7 +153,7 @@ def test_a_line_spans_the_drawing_area() -> None:
 def test_one_point_and_equal_values_can_be_drawn() -> None:
     chart = line_chart("t", {"a": [(5, 0.0)]})
     assert chart is not None
-    assert chart.shapes[0].path == "M299.0 186.0"
+    assert chart.shapes[0].path == "M311.0 186.0"
     assert line_chart("t", {"a": []}) is None
 
 
