@@ -88,15 +88,25 @@ class RubricConfig(Section):
     """M3 constants."""
 
     weight_approach: NonNegativeFloat = 0.30
+    """Share of approach suitability in W; the five weights sum to 1 (M3.1)."""
     weight_precision: NonNegativeFloat = 0.25
+    """Share of implementation precision."""
     weight_minimality: NonNegativeFloat = 0.20
+    """Share of minimality of changes."""
     weight_side_effects: NonNegativeFloat = 0.15
+    """Share of freedom from side effects."""
     weight_consistency: NonNegativeFloat = 0.10
+    """Share of codebase consistency."""
     t1_first: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Factor of the first tied group in tier 1 (M3.4)."""
     t1_rest: Annotated[float, Field(gt=0.0, le=1.0)] = 0.9
+    """Factor of the others in tier 1."""
     t2_high: Annotated[float, Field(gt=0.0, le=1.0)] = 0.85
+    """Factor of the first tied group in tier 2."""
     t2_low: Annotated[float, Field(gt=0.0, le=1.0)] = 0.40
+    """Factor of the last one in tier 2; between them it falls linearly."""
     t3: Annotated[float, Field(gt=0.0, le=1.0)] = 0.2
+    """Factor of tier 3."""
 
     @model_validator(mode="after")
     def _check(self) -> RubricConfig:
@@ -118,6 +128,7 @@ class AlgorithmConfig(Section):
     """Groups and their advantages (M1, M3, M4)."""
 
     mode: AdvantageMode = AdvantageMode.REDISTRIBUTE
+    """How outcome advantages and quality factors become training advantages (M4.6)."""
     group_size: Annotated[int, Field(ge=2)] = 6
     """n: trajectories sampled for one task."""
     min_valid: Annotated[int, Field(ge=2)] = 2
@@ -126,6 +137,7 @@ class AlgorithmConfig(Section):
     """Cap of the scale-up (M4.3); used by mode `redistribute` only."""
     rubric: RubricConfig = RubricConfig()
     length_penalty: LengthPenaltyConfig | None = None
+    """null: none."""
 
 
 class RatioMaskLoss(Section):
@@ -150,7 +162,9 @@ class PpoClipLoss(Section):
 
     name: Literal["ppo_clip"]
     clip_low: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.2
+    """Ratios below 1 - clip_low are clipped."""
     clip_high: PositiveFloat = 0.2
+    """Ratios above 1 + clip_high are clipped."""
     dual_clip: Annotated[float, Field(gt=1.0)] = 3.0
     """Lower bound of the objective for negative advantages, as a multiple of the advantage."""
 
@@ -160,6 +174,7 @@ class LossConfig(Section):
 
     objective: Annotated[RatioMaskLoss | PpoClipLoss, Field(discriminator="name")] = RatioMaskLoss()
     aggregation: Aggregation = Aggregation.PROMPT_MEAN
+    """How token losses become one number (M5.2)."""
 
 
 class SourceBase(Section):
@@ -205,12 +220,15 @@ class JailSandbox(Section):
     memory_mib: PositiveInt = 512
     """Address-space limit of each process in the jail, in MiB."""
     max_processes: PositiveInt = 64
+    """Processes in one jail."""
     file_size_mib: PositiveInt = 64
+    """Largest file that a process may write, in MiB."""
     workspace_mib: PositiveInt = 256
     """Size of the workspace and /tmp of a sandbox together, in MiB; both are in memory."""
     reuse_servers: bool = True
     """Whether a server whose sandbox was closed and emptied serves the next one; false starts a server for each."""
     start_timeout_s: PositiveFloat = 60.0
+    """A sandbox that is not up by then counts as lost."""
 
 
 class DockerSandbox(Section):
@@ -218,9 +236,17 @@ class DockerSandbox(Section):
 
     type: Literal["docker"]
     image: str
+    """Image with bash, git and what the tasks need."""
     runtime: Literal["docker", "podman"] = "docker"
+    """Container program on the worker's host."""
     start_timeout_s: PositiveFloat = 300.0
-    docker_args: tuple[str, ...] = ("--cap-drop=ALL", "--security-opt=no-new-privileges", "--pids-limit=256", "--memory=1g")
+    """A sandbox that is not up by then counts as lost (the first start pulls the image)."""
+    docker_args: tuple[str, ...] = (
+        "--cap-drop=ALL",
+        "--security-opt=no-new-privileges",
+        "--pids-limit=256",
+        "--memory=1g",
+    )
     """More arguments of `docker run`. The server is reached through a published port, which `--network=none` would cut
     off: give a network without a route outside (`--network=NAME`) to keep the policy off the internet."""
 
@@ -230,7 +256,9 @@ class ModalSandbox(Section):
 
     type: Literal["modal"]
     image: str
+    """Image with bash, git and what the tasks need."""
     start_timeout_s: PositiveFloat = 600.0
+    """A sandbox that is not up by then counts as lost."""
 
 
 class RemoteSandbox(Section):
@@ -242,6 +270,7 @@ class RemoteSandbox(Section):
     token_env: str = "SWEREX_AUTH_TOKEN"
     """Environment variable that holds the servers' token."""
     start_timeout_s: PositiveFloat = 60.0
+    """How long to wait for a free server."""
 
 
 SandboxConfig = Annotated[JailSandbox | DockerSandbox | ModalSandbox | RemoteSandbox, Field(discriminator="type")]
@@ -251,7 +280,9 @@ class Resources(Section):
     """Ray resources of one actor of a pool."""
 
     cpus: NonNegativeFloat = 0.0
+    """Ray CPUs of one actor; 0 leaves the placement free."""
     gpus: NonNegativeFloat = 0.0
+    """GPUs of one actor. Ray shows an actor only the GPUs it asked for."""
     custom: dict[str, PositiveFloat] = {}
     """Custom Ray resources, e.g. {grader_node: 1}, to tie a pool to a node type."""
 
@@ -260,6 +291,7 @@ class LimitsConfig(Section):
     """Budgets of one trajectory (M1.3). Turns, tokens and command time are the policy's; the wall clock masks."""
 
     max_turns: PositiveInt = 8
+    """Commands, submit included."""
     max_turn_tokens: PositiveInt = 160
     """Generated tokens in one turn."""
     max_total_tokens: PositiveInt = 1024
@@ -278,6 +310,7 @@ class SamplingConfig(Section):
     """Sampling of the policy. Top-p and top-k stay off in training, so the recorded probability is the policy's."""
 
     temperature: PositiveFloat = 1.0
+    """The recorded probabilities are those after temperature."""
 
 
 class EngineConfig(Section):
@@ -286,18 +319,25 @@ class EngineConfig(Section):
     model: ModelFolder
     """HF checkpoint folder (relative paths: against the folder of the configuration file)."""
     replicas: PositiveInt = 1
+    """Engines in the pool."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Type of weights and activations in the engine."""
     device: Literal["cpu", "cuda"] = "cpu"
+    """Where the engines run."""
     max_model_len: PositiveInt = 1024
+    """Context of one sequence, in tokens."""
     max_num_seqs: PositiveInt = 64
+    """Sequences that one engine decodes at once."""
     kv_cache_gib: PositiveFloat = 0.5
     """CPU: size of the KV cache in GiB. CUDA: ignored in favour of gpu_memory_utilization, and refused if set."""
     gpu_memory_utilization: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
     """CUDA only."""
     tensor_parallel_size: PositiveInt = 1
+    """CUDA: GPUs of one engine."""
     threads: PositiveInt = 1
     """CPU: OpenMP threads of one engine."""
     enforce_eager: bool = True
+    """false lets vLLM compile and capture graphs: a slower start, faster decoding."""
     weight_transfer: Literal["ray_object", "nccl"] = "ray_object"
     """How new weights reach the engines: through Ray's object store, or NCCL on CUDA."""
     resources: Resources = Resources()
@@ -307,11 +347,13 @@ class RolloutConfig(Section):
     """The rollout pool: workers that run agent loops over sandboxes and engines."""
 
     workers: PositiveInt = 1
+    """Worker processes."""
     slots_per_worker: PositiveInt = 16
     """Trajectories that one worker runs at once."""
     action_format: Literal["plain", "fenced"] = "plain"
     """plain: the whole message is one bash command; fenced: the command is in one ```bash block."""
     system_prompt: str | None = None
+    """Text of a system message before each task; null: none."""
     limits: LimitsConfig = LimitsConfig()
     sampling: SamplingConfig = SamplingConfig()
     sandbox: SandboxConfig = JailSandbox()
@@ -332,14 +374,19 @@ class EndpointGraderBackend(Section):
 
     type: Literal["endpoint"]
     base_url: str
+    """Address up to /v1."""
     model: str
+    """Name of the model at the endpoint."""
     api_key_env: str = "OPENAI_API_KEY"
     """Environment variable that holds the key; the key itself never enters a configuration."""
     max_retries: NonNegativeInt = 4
     """Retries of 429 and 5xx answers and of connection errors, with exponential backoff and jitter."""
     max_concurrency: PositiveInt = 8
+    """Requests of one grader worker at once."""
     structured: Literal["json_schema", "json_object", "none"] = "json_schema"
+    """How the endpoint is asked for JSON; the verdict is validated in any case."""
     request_timeout_s: PositiveFloat = 600.0
+    """One request."""
 
 
 class GraderConfig(Section):
@@ -352,12 +399,15 @@ class GraderConfig(Section):
     repair_rounds: Annotated[int, Field(ge=0, le=1)] = 0
     """How often a model whose verdict is invalid is told why and asked again; the round counts against timeout_s."""
     workers: PositiveInt = 1
+    """Grader actors."""
     groups_per_worker: PositiveInt = 4
     """Groups that one grader works on at once."""
     timeout_s: PositiveFloat = 120.0
     """One group; beyond it the group falls back to outcome advantages (M1.10)."""
     max_tokens: PositiveInt = 400
+    """Tokens of one verdict."""
     temperature: NonNegativeFloat = 0.0
+    """Sampling of verdicts; 0 is greedy."""
     prompt_chars: PositiveInt = 6000
     """Budget of the group's material in the prompt; patches and logs are cut evenly to fit."""
     resources: Resources = Resources()
@@ -377,9 +427,13 @@ class OptimizerConfig(Section):
     """AdamW."""
 
     lr: PositiveFloat = 1e-4
+    """Learning rate after warm-up."""
     betas: tuple[Probability, Probability] = (0.9, 0.95)
+    """Decay of the two moments."""
     eps: PositiveFloat = 1e-8
+    """Added to the denominator."""
     weight_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay."""
     grad_clip: PositiveFloat = 1.0
     """Maximal global gradient norm."""
     warmup_steps: NonNegativeInt = 0
@@ -392,12 +446,17 @@ class LearnerConfig(Section):
     model: ModelFolder
     """HF checkpoint folder the policy starts from."""
     device: Literal["cpu", "cuda"] = "cpu"
+    """Where the ranks run."""
     dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of weights and activations in the learner; optimiser state is fp32."""
     world_size: PositiveInt = 1
+    """Data-parallel ranks."""
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 0
+    """DeepSpeed ZeRO: 1 shards optimiser state, 2 gradients too, 3 weights too."""
     offload_optimizer: bool = False
     """ZeRO >= 1 on CUDA: optimiser state in host memory."""
     gradient_checkpointing: bool = False
+    """Recomputes activations in the backward pass to save memory."""
     max_tokens_per_microbatch: PositiveInt = 4096
     """Sequence packing: tokens in one packed row."""
     threads: PositiveInt = 2
@@ -425,7 +484,9 @@ class CheckpointConfig(Section):
     """Weights, optimiser, sampler and counters."""
 
     every_steps: PositiveInt = 5
+    """Optimiser steps between checkpoints; the last step always has one."""
     keep: PositiveInt = 2
+    """Newest checkpoints that stay on disk."""
 
 
 class EvalConfig(Section):
@@ -434,10 +495,15 @@ class EvalConfig(Section):
     source: str = "minirepo"
     """Source whose held-out split is used."""
     tasks: PositiveInt = 24
+    """Held-out tasks."""
     samples: PositiveInt = 1
+    """Trajectories of each task."""
     seed: int = 1234
+    """Index of the first task in the held-out stream; another one gives other tasks."""
     before: bool = True
+    """Evaluate before the first step."""
     after: bool = True
+    """Evaluate after the last step."""
 
 
 class WandbConfig(Section):
@@ -446,7 +512,9 @@ class WandbConfig(Section):
     mode: Literal["auto", "online", "offline", "disabled"] = "auto"
     """auto: online when logged in, else offline."""
     project: str = "gagar"
+    """Project that runs appear in."""
     entity: str | None = None
+    """Team or user; null: the default of the login."""
 
 
 class TelemetryConfig(Section):
@@ -474,17 +542,22 @@ class RunConfig(Section):
     output: str = "runs"
     """Parent folder of runs (relative: against the working directory)."""
     seed: int = 0
+    """Seeds the engines and the order in which graders see candidates; a source has its own seed."""
     steps: PositiveInt
     """Optimiser steps."""
     sources: dict[str, SourceConfig]
+    """Name -> source. The names appear in metrics and identifiers."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
     loss: LossConfig = LossConfig()
     engine: EngineConfig
+    """Serves the policy."""
     rollout: RolloutConfig = RolloutConfig()
     grader: GraderConfig | None = None
+    """None only with algorithm.mode outcome."""
     learner: LearnerConfig
     scheduler: SchedulerConfig = SchedulerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     eval: EvalConfig | None = EvalConfig()
+    """null switches held-out evaluation off."""
     telemetry: TelemetryConfig = TelemetryConfig()
     ray: RayConfig = RayConfig()
