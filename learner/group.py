@@ -170,7 +170,7 @@ class LearnerGroup:
             self._aggregation, [item.response_tokens for item in items], [item.group_id for item in items]
         )
         refs = []
-        for handle, rows in zip(self._ranks, layout, strict=True):
+        for handle, rows in zip(self._started(), layout, strict=True):
             shares, payloads = _shares(items, weights, rows)
             refs.append(handle.run.remote(_step, shares, self.version, lr_scale, *payloads))
         results: list[tuple[TokenSums, Applied]] = await self._gather(refs, "train_step")
@@ -191,7 +191,7 @@ class LearnerGroup:
 
     async def on_ranks(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """function(core, *args) on every rank at once, results by rank. `function` must be importable there."""
-        return await self._gather([handle.run.remote(function, *args) for handle in self._ranks], function.__name__)
+        return await self._gather([handle.run.remote(function, *args) for handle in self._started()], function.__name__)
 
     def shutdown(self) -> None:
         """Ends the actors. Safe to call twice and after an error."""
@@ -202,6 +202,11 @@ class LearnerGroup:
         if self._placement is not None:
             ray.util.remove_placement_group(self._placement)
         self._ranks, self._starting, self._placement = [], [], None
+
+    def _started(self) -> list[Any]:
+        if not self._ranks:
+            raise LearnerError("the learner has not started, or was shut down; call start() and await ready() first")
+        return self._ranks
 
     async def _gather(self, refs: Sequence[Any], doing: str) -> list[Any]:
         """Results by rank; the first failure raises at once (its peers may wait in a collective for ever)."""
