@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from configs.schema import MinirepoSource, SourceConfig
+from typing import assert_never
+
+from configs.schema import ArithSource, FilesSource, MinirepoSource, SourceConfig
+from envs.arith import ArithTasks
+from envs.files import FilesTasks
 from envs.minirepo.family import MinirepoTasks
 from envs.task import ExpertSource
 
 
 def make_source(name: str, config: SourceConfig) -> ExpertSource:
     """The source named `name` in the mix. Raises ConfigError for a setting that it cannot serve."""
-    if isinstance(config, MinirepoSource):
-        return MinirepoTasks(name, config)
-    raise NotImplementedError(config.type)
+    match config:
+        case MinirepoSource():
+            return MinirepoTasks(name, config)
+        case FilesSource():
+            return FilesTasks(name, config)
+        case ArithSource():
+            return ArithTasks(name, config)
+        case _:
+            assert_never(config)

@@ -11,9 +11,9 @@ from functools import lru_cache
 from types import CodeType
 from typing import Any
 
-from envs.minirepo.names import Draw, literal
 from envs.minirepo.shape import Shape, fill, holes, marked, unmark
 from envs.minirepo.wording import FILES_LINE, NOTES, REPORTS, SCENES
+from envs.names import Draw, literal
 from envs.patch import unified_diff
 from envs.task import HiddenTests, Split, Task, TaskKind
 

@@ -6,8 +6,8 @@ import random
 from collections.abc import Iterator, Sequence
 
 from envs.minirepo.build import Plan, Site, site_value
-from envs.minirepo.names import literal
 from envs.minirepo.shape import fill
+from envs.names import literal
 from envs.patch import added_lines
 from envs.replay import SUBMIT, TEST_COMMAND, final_files, judge
 from envs.task import ExpertTrace, Quality

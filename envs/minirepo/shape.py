@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from envs.minirepo.names import Draw
+from envs.names import Draw
 
 _MARK = re.compile(r"<<(.+?)>>")
 _HOLE = re.compile(r"\$([a-z])")
@@ -24,8 +24,8 @@ class Shape:
     head: str
     """Parameter list as written in the `def` line."""
     body: tuple[str, ...]
-    """Lines below the `def` line. The wrong fragment stands in <<...>>, here or in `head`, and is the first such text on
-    its line."""
+    """Lines below the `def` line. The wrong fragment stands in <<...>>, here or in `head`, and is the first such text
+    on its line."""
     fix: str
     """What the fragment should be."""
     alt: str

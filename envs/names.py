@@ -1,7 +1,7 @@
 """Identifiers and literals of generated code.
 
-Names are made of consonant-vowel syllables, so that the pool is too large to memorise and a policy has to copy. The splits
-draw from complementary parts of one pool: same letters, same lengths, no name in common.
+Names are made of consonant-vowel syllables, so that the pool is too large to memorise and a policy has to copy. The
+splits draw from complementary parts of one pool: same letters, same lengths, no name in common.
 """
 
 from __future__ import annotations
@@ -26,12 +26,17 @@ _RESERVED = frozenset(keyword.kwlist) | frozenset(dir(builtins)) | {"git", "sed"
 _CODE_WORDS = (
     "return range default reverse sorted enumerate split strip lower upper title count join replace format partition"
 )
-"""A name that is part of one of these could be found in the wrong place by a substitution."""
+_OPERATORS = ("or", "is", "len", "max", "min")
+"""A name that is part of a code word, or holds an operator, could be found in the wrong place by a substitution."""
 
 
 def owner(name: str) -> Split:
     """The only split that may use a name as an identifier or as a word in data."""
     return Split.HELDOUT if sum(name.encode()) % _HELDOUT_EVERY == 0 else Split.TRAIN
+
+
+def _usable(name: str) -> bool:
+    return name not in _RESERVED and name not in _CODE_WORDS and not any(part in name for part in _OPERATORS)
 
 
 class Draw:
@@ -48,12 +53,7 @@ class Draw:
         pools = {"C": _CONSONANTS, "V": _VOWELS, "F": _FINALS}
         while True:
             name = "".join(self.rng.choice(pools[letter]) for letter in pattern)
-            if (
-                owner(name) is self.split
-                and name not in self._used
-                and name not in _RESERVED
-                and name not in _CODE_WORDS
-            ):
+            if owner(name) is self.split and name not in self._used and _usable(name):
                 self._used.add(name)
                 return name
 
