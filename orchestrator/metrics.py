@@ -34,18 +34,6 @@ Record = Mapping[str, Any]
 """One line of groups.jsonl (orchestrator/groups.schema.json)."""
 
 SKIPS = ("all_pass", "all_fail", "broken_task", "too_few_valid")
-LEARNER_STATS = (
-    "loss",
-    "grad_norm",
-    "lr",
-    "entropy",
-    "ratio_mean",
-    "ratio_masked_share",
-    "logprob_gap_mean",
-    "logprob_gap_max",
-    "tokens",
-    "step_s",
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +45,7 @@ class StepFacts:
     retries: Mapping[str, int]
     """Trajectories sampled again, by the status of the lost one."""
     stats: Mapping[str, Any]
-    """Fields of the learner's StepStats; those that are None are left out."""
+    """The learner's StepStats as a dict; what is None is left out."""
     window: Interval
     """The step on the clock of the spans, seconds."""
     spans: Sequence[Span]
@@ -103,9 +91,7 @@ def step_metrics(facts: StepFacts) -> Metrics:
     _trajectories(out, facts)
     _sources(out, facts)
     _staleness(out, facts.records)
-    for key in LEARNER_STATS:
-        if (value := facts.stats.get(key)) is not None:
-            out.scalars[f"learner/{key}"] = float(value)
+    out.scalars.update((f"learner/{key}", float(value)) for key, value in facts.stats.items() if value is not None)
     _overlap(out, facts)
     _time(out, facts)
     return out

@@ -4,15 +4,37 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from configs.schema import WandbConfig
 from infra.spans import Span
 from infra.telemetry import Telemetry
+from learner.group import StepStats
 from orchestrator.metrics import Metrics, StepFacts, step_metrics
 
 SCORES = {"approach": 5, "precision": 5, "minimality": 4, "side_effects": 5, "consistency": 4}
+
+STATS = StepStats(
+    loss=0.1,
+    grad_norm=0.5,
+    lr=1e-4,
+    skipped=False,
+    entropy=0.7,
+    ratio_mean=1.01,
+    ratio_masked_share=0.0,
+    logprob_gap_mean=1e-4,
+    logprob_gap_max=1e-3,
+    tokens=4000,
+    response_tokens=1200,
+    sequences=12,
+    microbatches=2,
+    row_fill=0.9,
+    rank_balance=1.0,
+    padded_factor=1.4,
+    step_s=1.0,
+)
 
 
 def trajectory(
@@ -164,18 +186,7 @@ def facts(**changes: Any) -> StepFacts:
     given: dict[str, Any] = {
         "records": records(),
         "retries": {"infra_sandbox": 2},
-        "stats": {
-            "loss": 0.1,
-            "grad_norm": 0.5,
-            "lr": 1e-4,
-            "entropy": 0.7,
-            "ratio_mean": 1.01,
-            "ratio_masked_share": 0.0,
-            "logprob_gap_mean": 1e-4,
-            "logprob_gap_max": 1e-3,
-            "tokens": 4000,
-            "step_s": 1.0,
-        },
+        "stats": asdict(STATS),
         "window": (100.0, 110.0),
         "spans": spans(100.0),
         "quotas": {"minirepo": 3, "arith": 1},

@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import jsonschema
 import pytest
-from run_folder import facts, group, records, trajectory
+from run_folder import STATS, facts, group, records, trajectory
 
 from configs.schema import EndpointGraderBackend, EngineConfig, GraderConfig, LearnerConfig, RunConfig
 from infra.spans import Span
@@ -141,8 +142,10 @@ def test_uncapped_modes_and_ungraded_runs_have_no_cap_rate() -> None:
 
 
 def test_learner_values_that_are_none_are_left_out() -> None:
-    scalars = step_metrics(facts(stats={"loss": 0.5, "entropy": None, "unknown": 3.0})).scalars
-    assert [n for n in scalars if n.startswith("learner/")] == ["learner/loss"]
+    stats = asdict(replace(STATS, logprob_gap_mean=None, logprob_gap_max=None, skipped=True))
+    scalars = step_metrics(facts(stats=stats)).scalars
+    assert not [name for name in scalars if "logprob_gap" in name]
+    assert scalars["learner/skipped"] == 1.0
 
 
 def test_pool_units_count_threads_on_cpus_and_gpus_on_gpus() -> None:
