@@ -186,9 +186,7 @@ async def _evaluate(
 
 
 @asynccontextmanager
-async def _rollout_pool(
-    config: RunConfig, progress: Progress
-) -> AsyncIterator[tuple[EnginePool, Starting[ActorPool]]]:
+async def _rollout_pool(config: RunConfig, progress: Progress) -> AsyncIterator[tuple[EnginePool, Starting[ActorPool]]]:
     """The policy's engines and the rollout workers, starting; await the call for the ready pool."""
     async with _engines("policy", config.engine, config.seed, progress) as (engines, engines_ready):
         pool = _pool(
@@ -306,9 +304,7 @@ def _pool(
 # ---- a run's folder -------------------------------------------------------------------------------------------------
 
 
-def _open_run(
-    run_dir: Path, config: RunConfig, *, resume: bool, say: Callable[[str], None]
-) -> Checkpoint | None:
+def _open_run(run_dir: Path, config: RunConfig, *, resume: bool, say: Callable[[str], None]) -> Checkpoint | None:
     """Make the run folder, or reopen it at its last checkpoint. An earlier run of the name is kept under another one."""
     try:
         if resume:

@@ -100,7 +100,9 @@ class Checkpoints:
         try:
             state = json.loads((path / "state.json").read_text(encoding="utf-8"))
         except (OSError, ValueError) as e:
-            raise StorageError(f"{path}/state.json: unreadable ({e}); remove this checkpoint to use the one before") from e
+            raise StorageError(
+                f"{path}/state.json: unreadable ({e}); remove this checkpoint to use the one before"
+            ) from e
         return Checkpoint(path=path, step=int(state["step"]), state=state)
 
     def _complete(self) -> Sequence[Path]:

@@ -14,11 +14,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from configs.schema import AdvantageMode, RunConfig
 from envs.task import Split, TaskKind, TaskSource
@@ -35,8 +35,10 @@ from orchestrator.credit import Credit, GroupOutcome, classify, credit, skipped
 from orchestrator.ledger import CompleteGroup, Ledger, Member, ReadyGroup, RollingGroup, Stage
 from orchestrator.mixer import Mixer
 from orchestrator.progress import Activity
-from rollout.engine import EnginePool
 from rollout.trajectory import Status, Trajectory
+
+if TYPE_CHECKING:
+    from rollout.engine import EnginePool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +116,7 @@ class Scheduler:
         self._to_grade: asyncio.Queue[CompleteGroup] = asyncio.Queue(maxsize=2 * grader_slots)
         self._roll_slots = asyncio.Semaphore(rollout_slots)
         self._grade_slots = asyncio.Semaphore(grader_slots)
+        self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         """Set when a group became ready or ended: wakes `_admit` and `_train`."""
         self._record = StepRecord(started_s=time.monotonic())
@@ -126,11 +129,17 @@ class Scheduler:
         """
         async with asyncio.TaskGroup() as group:
             self._group = group
-            loops = (self._admit(), self._roll(), self._collect(), self._grade(), self._watch())
-            running = [group.create_task(loop) for loop in loops]
+            for loop in (self._admit(), self._roll(), self._collect(), self._grade(), self._watch()):
+                self._spawn(loop)
             await self._train()
-            for task in running:
+            # What still rolls out or is graded is surplus: it is given up, and counted by nothing.
+            for task in list(self._tasks):
                 task.cancel()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._group.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     # ---- source -> rollout ------------------------------------------------------------------------------------------
 
@@ -163,9 +172,7 @@ class Scheduler:
         limits = self.config.scheduler
         if self.ledger.living - self.ledger.count(Stage.READY) >= limits.max_inflight_groups:
             return None
-        outstanding = {
-            name: sum(self.ledger.count(stage, name) for stage in Stage) for name in self.mixer.sources
-        }
+        outstanding = {name: sum(self.ledger.count(stage, name) for stage in Stage) for name in self.mixer.sources}
         steps = min(limits.max_staleness + 1, self.config.steps - self.step)
         return self.mixer.choose(outstanding, steps)
 
@@ -174,7 +181,7 @@ class Scheduler:
         while True:
             await self._roll_slots.acquire()
             rolling, slot, attempt = await self._to_roll.get()
-            self._group.create_task(self._roll_one(rolling, slot, attempt))
+            self._spawn(self._roll_one(rolling, slot, attempt))
 
     async def _roll_one(self, rolling: RollingGroup, slot: int, attempt: int) -> None:
         """One trajectory. Lost to infrastructure: only it is sampled again; its finished siblings stay."""
@@ -225,11 +232,12 @@ class Scheduler:
         while True:
             await self._grade_slots.acquire()
             group = await self._to_grade.get()
-            self._group.create_task(self._grade_one(group))
+            self._spawn(self._grade_one(group))
 
     async def _grade_one(self, group: CompleteGroup) -> None:
         """One group. Whatever goes wrong costs a fallback to outcome advantages, never more (M1.10)."""
-        assert self.parts.grader is not None and self.config.grader is not None
+        assert self.parts.grader is not None
+        assert self.config.grader is not None
         request = GradeRequest(
             group_id=group.group_id,
             task=group.task,
@@ -327,9 +335,7 @@ class Scheduler:
             self._changed.clear()
             for stale in self.ledger.take_stale(self.step, self.config.scheduler.max_staleness):
                 self.mixer.lost(stale.group.task.source)
-                self._end(
-                    stale.group, stale.credit, GroupOutcome.DROPPED_STALE, stale.reply, ready_s=stale.ready_s
-                )
+                self._end(stale.group, stale.credit, GroupOutcome.DROPPED_STALE, stale.reply, ready_s=stale.ready_s)
             batch = self.ledger.take_batch(self.mixer.quotas)
             if batch is not None:
                 return batch

@@ -18,7 +18,9 @@ TASK = ScriptedSource("code", TaskKind.CODE).task(Split.TRAIN, 0)
 
 
 def make(slot: int, *, passed: bool = True, status: Status = Status.SUBMITTED, tokens: int = 10) -> Trajectory:
-    return trajectory(f"code-0/{slot}.0", task=TASK, passed=passed, status=status, response_tokens=tokens)
+    return trajectory(
+        f"code-0/{slot}.0", task=TASK, passed=passed, status=status, response_tokens=tokens, total_tokens=tokens + 20
+    )
 
 
 def mark(tier: Tier, tie: int, factor: float) -> CandidateGrade:
@@ -102,5 +104,7 @@ def test_the_length_penalty_comes_before_the_advantages() -> None:
     rewards = [r.reward for r in given.rows.values()]
     assert rewards == pytest.approx([1.0, 0.8, 0.0]), "twice the shortest passing length costs the whole penalty"
     mean = Fraction(9, 5) / 3
-    assert [r.advantage for r in given.rows.values()] == pytest.approx([float(x - mean) for x in (1, Fraction(4, 5), 0)])
+    assert [r.advantage for r in given.rows.values()] == pytest.approx(
+        [float(x - mean) for x in (1, Fraction(4, 5), 0)]
+    )
     assert [r.outcome_reward for r in given.rows.values()] == [1.0, 1.0, 0.0]

@@ -183,7 +183,7 @@ def test_a_group_nobody_could_verify_is_a_broken_task(tmp_path: Path) -> None:
             return trajectory(trajectory_id, task=task, status=Status.INFRA_VERIFIER)
         return even_slots_pass(task, trajectory_id, group_id)
 
-    run = Run(tmp_path, run_config(steps=1), rollout=rollout)
+    run = Run(tmp_path, run_config(steps=3), rollout=rollout)
     groups = {g["group_id"]: g for g in run.go()}
     assert groups["code-000000"]["outcome"] == "skipped_broken_task"
 
@@ -232,7 +232,8 @@ def test_outstanding_groups_stay_within_the_lookahead(tmp_path: Path) -> None:
 
     def rollout(task: Task, trajectory_id: str, group_id: str) -> Trajectory:
         seen.append(sum(run.ledger.count(stage) for stage in Stage))
-        return even_slots_pass(task, trajectory_id, group_id)
+        passed = even_slots_pass(task, trajectory_id, group_id).passed
+        return trajectory(trajectory_id, task=task, passed=passed, versions=(run.scheduler.step,))
 
     run = Run(tmp_path, run_config(steps=6, scheduler={"max_inflight_groups": 5, "max_staleness": 1}), rollout=rollout)
     run.go()
