@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -130,7 +130,7 @@ def _compact(group: CandidateGroup, budget: int) -> tuple[str, dict[str, tuple[s
     question = "## grade " + " ".join(c.label for c in group.passing)
     headings = [_compact_heading(c) for c in group.candidates]
     spent = sum(len(line) + 1 for line in (*opening, *base, *headings, question))
-    blocks = _candidate_blocks(group, budget - spent, _compact_parts)
+    blocks = _candidate_blocks(group, [_compact_parts(c) for c in group.candidates], budget - spent)
     lines = [*opening, *base]
     for heading, block in zip(headings, blocks, strict=True):
         lines += [heading, *block.lines]
@@ -192,10 +192,8 @@ def _command(turn: Turn, limit: int) -> str:
     return text
 
 
-def _candidate_blocks(group: CandidateGroup, budget: int, render: Callable[[Candidate], list[_Shown]]) -> list[_Shown]:
-    """One block a candidate, cut evenly; failing ones are short whatever is left."""
-    parts = [render(c) for c in group.candidates]
-    budget -= sum(_size(part.frame) for block in parts for part in block if part.frame)
+def _candidate_blocks(group: CandidateGroup, parts: Sequence[Sequence[_Shown]], budget: int) -> list[_Shown]:
+    """One block a candidate, cut evenly; failing ones are short whatever is left. Frames come on top."""
     lengths = [sum(_size(part.lines) for part in block) for block in parts]
     wanted = [n if c.passed else min(n, FAILING_CHARS) for n, c in zip(lengths, group.candidates, strict=True)]
     return [_fit(block, share) for block, share in zip(parts, fair_shares(wanted, budget), strict=True)]
@@ -223,8 +221,6 @@ def _size(lines: Sequence[str]) -> int:
 
 def _full(group: CandidateGroup, budget: int) -> str:
     opening, closing = _frame("task")
-    statement = [opening, *clip_lines(neutralise(group.task.statement).strip().split("\n"), budget // 5), closing]
-    files = _files(group, budget // 4)
     labels = ", ".join(c.label for c in group.passing)
     question = f"Grade the passing candidates: {labels}. Answer with the verdict as one JSON object and nothing else."
     headings = [
@@ -232,8 +228,13 @@ def _full(group: CandidateGroup, budget: int) -> str:
         f"ended as {c.trajectory.status.value} after {len(c.transcript.turns)} turns."
         for c in group.candidates
     ]
-    spent = _size([*statement, *files, *headings, question])
-    blocks = _candidate_blocks(group, budget - spent, _full_parts)
+    parts = [_full_parts(c) for c in group.candidates]
+    frames = [line for block in parts for part in block for line in part.frame or ()]
+    room = max(0, budget - _size([opening, closing, *headings, *frames, question]))
+    text = clip_lines(neutralise(group.task.statement).strip().split("\n"), room // 5)
+    files = _files(group, room // 4)
+    statement = [opening, *text, closing]
+    blocks = _candidate_blocks(group, parts, room - _size([*text, *files]))
     lines = [*statement, *files]
     for heading, block in zip(headings, blocks, strict=True):
         lines += [heading, *block.lines]
