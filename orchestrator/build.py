@@ -63,10 +63,17 @@ def run_training(config: RunConfig, *, config_file: Path, resume: bool) -> int:
     finally:
         progress.close()
         telemetry.close()
-        report = write_report(run_dir)
-        progress.event(f"report: {report}")
+        _report(run_dir, progress)
     progress.console.print(end_table(read_jsonl(run_dir / METRICS), read_jsonl(run_dir / EVAL), phases_s))
     return 0
+
+
+def _report(run_dir: Path, progress: Progress) -> None:
+    """The report is a view of the files: failing to write it must not hide how the run ended."""
+    try:
+        progress.event(f"report: {write_report(run_dir)}")
+    except (GagarError, OSError) as e:
+        progress.event(f"no report: {e}")
 
 
 async def _train(
@@ -277,7 +284,7 @@ async def _learner(config: RunConfig, progress: Progress) -> AsyncIterator[Start
     try:
         yield ready
     finally:
-        await group.shutdown()
+        group.shutdown()
 
 
 def _pool(
@@ -305,7 +312,7 @@ def _pool(
 
 
 def _open_run(run_dir: Path, config: RunConfig, *, resume: bool, say: Callable[[str], None]) -> Checkpoint | None:
-    """Make the run folder, or reopen it at its last checkpoint. An earlier run of the name is kept under another one."""
+    """Make the run folder, or reopen it at its last checkpoint. An earlier run of the name is moved aside, not lost."""
     try:
         if resume:
             require_run(run_dir)

@@ -1,4 +1,4 @@
-"""Held-out evaluation: avg@samples, the mean over samples and tasks (not pass@k), through the run's own rollout pool."""
+"""Held-out evaluation through the run's own rollout pool: avg@samples, the mean over samples and tasks (not pass@k)."""
 
 from __future__ import annotations
 

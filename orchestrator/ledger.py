@@ -142,7 +142,7 @@ class Ledger:
         self._ready.setdefault(ready.group.task.source, deque()).append(ready)
 
     def take_batch(self, quotas: Mapping[str, int]) -> list[ReadyGroup] | None:
-        """The oldest ready groups by quota, or None while a quota is not met. Surplus stays for the next step (M6.3)."""
+        """The oldest ready groups by quota, or None while a quota is not met. Surplus stays for later steps (M6.3)."""
         if any(len(self._ready.get(source, ())) < want for source, want in quotas.items()):
             return None
         batch = [self._ready[source].popleft() for source, want in quotas.items() for _ in range(want)]

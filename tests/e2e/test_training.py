@@ -1,0 +1,146 @@
+"""The real thing, small: a run that is killed between steps and resumed, looked at through the files it leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+ROOT = Path(__file__).parents[2]
+STEPS = 3
+COMMAND = (
+    *(sys.executable, "-m", "orchestrator.cli", "train", str(ROOT / "configs" / "quickstart.yaml")),
+    *("name=e2e", f"steps={STEPS}", "checkpoint.every_steps=1"),
+    *("sources.minirepo.groups_per_step=2", "algorithm.group_size=4", "eval.tasks=6"),
+)
+
+pytestmark = pytest.mark.e2e
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run killed with SIGKILL after its first checkpoint, then resumed to its end."""
+    output = tmp_path_factory.mktemp("runs")
+    command = (*COMMAND, f"output={output}")
+    run = output / "e2e"
+    log = output / "log.txt"
+    with log.open("w") as out:
+        first = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=out, start_new_session=True)
+        deadline = time.monotonic() + 300.0
+        while not list(run.glob("checkpoints/step-*/state.json")):
+            assert first.poll() is None and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.2)
+        os.kill(first.pid, signal.SIGKILL)
+        first.wait()
+        killed_after = len(lines(run / "metrics.jsonl"))
+        assert 1 <= killed_after < STEPS, "the kill must fall between steps"
+        resumed = subprocess.run((*command, "--resume"), cwd=ROOT, stdout=out, stderr=out, timeout=400)
+    assert resumed.returncode == 0, log.read_text()
+    return run
+
+
+def test_the_resumed_run_has_every_step_once(run_dir: Path) -> None:
+    assert [m["step"] for m in lines(run_dir / "metrics.jsonl")] == list(range(1, STEPS + 1))
+
+
+def test_no_group_is_trained_twice(run_dir: Path) -> None:
+    groups = lines(run_dir / "groups.jsonl")
+    ids = [g["group_id"] for g in groups]
+    assert len(ids) == len(set(ids))
+    trained = Counter((g["step"], g["source"]) for g in groups if g["outcome"] == "trained")
+    quotas = {"minirepo": 2, "files": 1, "arith": 1}
+    assert trained == {(step, s): n for step in range(1, STEPS + 1) for s, n in quotas.items()}
+
+
+def test_groups_follow_their_schema(run_dir: Path) -> None:
+    schema = json.loads((ROOT / "orchestrator" / "groups.schema.json").read_text())
+    validator = jsonschema.Draft202012Validator(schema)
+    groups = lines(run_dir / "groups.jsonl")
+    assert groups
+    for group in groups:
+        validator.validate(group)
+
+
+def recomputed(group: Mapping[str, Any]) -> Sequence[float]:
+    """What an outsider computes from one line alone (M4.1, M4.3)."""
+    valid = [t for t in group["trajectories"] if t["valid"]]
+    rewards = [t["reward"] for t in valid]
+    mean = sum(rewards) / len(rewards)
+    a = [r - mean for r in rewards]
+    if group["mode"] == "outcome":
+        return a
+    weights = [t["factor"] if t["passed"] else 1.0 for t in valid]
+    up = sum(x for x, t in zip(a, valid, strict=True) if t["passed"])
+    down = sum(x * w for x, w, t in zip(a, weights, valid, strict=True) if t["passed"])
+    scale = min(up / down, group["lambda_max"])
+    b = [scale * w * x if t["passed"] else x for x, w, t in zip(a, weights, valid, strict=True)]
+    return [x - sum(b) / len(b) for x in b]
+
+
+def test_an_outsider_recomputes_every_advantage(run_dir: Path) -> None:
+    trained = [g for g in lines(run_dir / "groups.jsonl") if g["outcome"] == "trained"]
+    for group in trained:
+        given = [t["advantage"] for t in group["trajectories"] if t["valid"]]
+        assert given == pytest.approx(recomputed(group), abs=1e-9)
+        assert sum(given) == pytest.approx(0.0, abs=1e-9)
+
+
+def test_grades_really_move_advantages(run_dir: Path) -> None:
+    code = [g for g in lines(run_dir / "groups.jsonl") if g["source"] == "minirepo" and g["outcome"] == "trained"]
+    graded = [g for g in code if g["graded"]]
+    assert graded, [g["fallback_reason"] for g in code]
+    for group in graded:
+        passing = [t for t in group["trajectories"] if t["passed"]]
+        assert all(t["tier"] in ("T1", "T2", "T3") and 0.0 < t["factor"] <= 1.0 for t in passing)
+    moved = [
+        g
+        for g in graded
+        for t in g["trajectories"]
+        if t["valid"] and abs(t["advantage"] - (t["reward"] - _mean_reward(g))) > 1e-6
+    ]
+    assert moved, "at least one grade made an advantage differ from the outcome advantage"
+
+
+def _mean_reward(group: Mapping[str, Any]) -> float:
+    rewards = [t["reward"] for t in group["trajectories"] if t["valid"]]
+    return sum(rewards) / len(rewards)
+
+
+def test_ungraded_sources_keep_outcome_advantages(run_dir: Path) -> None:
+    others = [g for g in lines(run_dir / "groups.jsonl") if g["source"] != "minirepo"]
+    assert others and all(g["mode"] == "outcome" and g["grader"] is None for g in others)
+
+
+def test_tokens_carry_the_version_that_sampled_them(run_dir: Path) -> None:
+    for group in lines(run_dir / "groups.jsonl"):
+        if group["outcome"] == "trained":
+            for t in group["trajectories"]:
+                assert all(0 <= group["step"] - 1 - v <= 2 for v in t["policy_versions"])
+
+
+def test_engine_and_learner_agree_on_fresh_tokens(run_dir: Path) -> None:
+    gaps = [m["learner/logprob_gap_max"] for m in lines(run_dir / "metrics.jsonl") if "learner/logprob_gap_max" in m]
+    assert gaps and max(gaps) <= 1e-3
+
+
+def test_the_run_leaves_what_it_promises(run_dir: Path) -> None:
+    for name in ("config.yaml", "metrics.jsonl", "groups.jsonl", "spans.jsonl", "report.html", "status.json"):
+        assert (run_dir / name).stat().st_size > 0, name
+    assert list(run_dir.glob("wandb/**/*.wandb")), "the offline W&B run"
+    policy = run_dir / "checkpoints" / f"step-{STEPS:06d}" / "policy"
+    assert (policy / "config.json").exists() and list(policy.glob("*.safetensors"))
+    assert [e["label"] for e in lines(run_dir / "eval.jsonl")] == ["before", "after"]
