@@ -1,0 +1,251 @@
+"""The endpoint client against a real HTTP server on this machine that misbehaves on purpose."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer, unused_port
+
+from configs.schema import EndpointGraderBackend
+from grader.endpoint import MAX_ANSWER_BYTES, Endpoint, EndpointAnswer
+from infra.errors import GraderError
+
+Answer = Callable[[web.Request, int], Awaitable[web.StreamResponse]]
+MESSAGES = [{"role": "user", "content": "grade"}]
+
+
+def completion(text: str = "fine", **changes: Any) -> web.Response:
+    body = {
+        "id": "x",
+        "choices": [{"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"}],
+        "usage": {"prompt_tokens": 11, "completion_tokens": 7},
+    }
+    return web.json_response({**body, **changes})
+
+
+class Server:
+    """Answers the n-th request with `answer(request, n)`."""
+
+    def __init__(self, answer: Answer) -> None:
+        self.answer = answer
+        self.bodies: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        self.url = ""
+        self.busy = 0
+        self.most_busy = 0
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        self.bodies.append(await request.json())
+        self.headers.append(dict(request.headers))
+        self.busy += 1
+        self.most_busy = max(self.most_busy, self.busy)
+        try:
+            return await self.answer(request, len(self.bodies))
+        finally:
+            self.busy -= 1
+
+
+@asynccontextmanager
+async def serving(answer: Answer) -> AsyncIterator[Server]:
+    server = Server(answer)
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", server.handle)
+    test_server = TestServer(app)
+    await test_server.start_server()
+    server.url = str(test_server.make_url("/v1"))
+    try:
+        yield server
+    finally:
+        await test_server.close()
+
+
+def sequence(*statuses: int, headers: dict[str, str] | None = None) -> Answer:
+    """One status after the other, the last one for ever; 200 is a completion."""
+
+    async def answer(request: web.Request, n: int) -> web.StreamResponse:
+        status = statuses[min(n, len(statuses)) - 1]
+        return completion() if status == 200 else web.Response(status=status, text="no\x1b[2J", headers=headers)
+
+    return answer
+
+
+def endpoint(url: str, *, retries: int = 3, key: str | None = "secret", **changes: Any) -> Endpoint:
+    backend = EndpointGraderBackend(type="endpoint", base_url=url, model="m", max_retries=retries, **changes)
+    return Endpoint(backend, api_key=key, concurrency=2, backoff_s=0.005, max_backoff_s=0.02)
+
+
+async def ask(client: Endpoint, response_format: dict[str, Any] | None = None) -> EndpointAnswer:
+    try:
+        return await client.complete(MESSAGES, max_tokens=9, temperature=0.5, response_format=response_format)
+    finally:
+        await client.close()
+
+
+async def test_request_and_answer() -> None:
+    async with serving(sequence(200)) as server:
+        answer = await ask(endpoint(server.url), {"type": "json_object"})
+    assert answer == EndpointAnswer(text="fine", finish_reason="stop", prompt_tokens=11, completion_tokens=7)
+    assert server.bodies == [
+        {
+            "model": "m",
+            "messages": MESSAGES,
+            "max_completion_tokens": 9,
+            "temperature": 0.5,
+            "response_format": {"type": "json_object"},
+        }
+    ]
+    assert server.headers[0]["Authorization"] == "Bearer secret"
+
+
+async def test_no_key_sends_no_authorization() -> None:
+    async with serving(sequence(200)) as server:
+        await ask(endpoint(server.url, key=None))
+    assert "Authorization" not in server.headers[0]
+    assert "response_format" not in server.bodies[0]
+
+
+@pytest.mark.parametrize("statuses", [(429, 200), (500, 200), (502, 503, 200), (429, 500, 529, 200)])
+async def test_transient_answers_are_retried(statuses: tuple[int, ...]) -> None:
+    async with serving(sequence(*statuses)) as server:
+        assert (await ask(endpoint(server.url))).text == "fine"
+    assert len(server.bodies) == len(statuses)
+    assert all(body == server.bodies[0] for body in server.bodies)
+
+
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 408, 409, 413, 422, 204, 302])
+async def test_other_answers_are_not(status: int) -> None:
+    async with serving(sequence(status, 200)) as server:
+        with pytest.raises(GraderError, match=f"HTTP {status}") as caught:
+            await ask(endpoint(server.url))
+    assert len(server.bodies) == 1
+    assert "\x1b" not in str(caught.value)
+    assert "secret" not in str(caught.value)
+
+
+async def test_retries_are_bounded() -> None:
+    async with serving(sequence(500)) as server:
+        with pytest.raises(GraderError, match=r"HTTP 500.*after 3 tries"):
+            await ask(endpoint(server.url, retries=2))
+    assert len(server.bodies) == 3
+
+
+async def test_retry_after_is_honoured() -> None:
+    async with serving(sequence(429, 200, headers={"Retry-After": "1"})) as server:
+        loop = asyncio.get_running_loop()
+        started_s = loop.time()
+        await ask(endpoint(server.url))
+        assert loop.time() - started_s >= 1.0
+
+
+async def test_a_refused_connection_is_retried_and_then_named() -> None:
+    with pytest.raises(GraderError, match=r"ConnectError.*after 2 tries"):
+        await ask(endpoint(f"http://127.0.0.1:{unused_port()}/v1", retries=1))
+
+
+async def test_a_connection_cut_in_the_middle_is_retried() -> None:
+    async def answer(request: web.Request, n: int) -> web.StreamResponse:
+        if n == 1:
+            response = web.StreamResponse(headers={"Content-Length": "1000"})
+            await response.prepare(request)
+            await response.write(b'{"choices":')
+            assert request.transport is not None
+            request.transport.close()
+            return response
+        return completion()
+
+    async with serving(answer) as server:
+        assert (await ask(endpoint(server.url))).text == "fine"
+    assert len(server.bodies) == 2
+
+
+async def test_an_answer_that_does_not_come_is_asked_for_again() -> None:
+    async def answer(request: web.Request, n: int) -> web.StreamResponse:
+        if n == 1:
+            await asyncio.sleep(30)
+        return completion()
+
+    async with serving(answer) as server:
+        assert (await ask(endpoint(server.url, request_timeout_s=0.2))).text == "fine"
+    assert len(server.bodies) == 2
+
+
+async def test_an_answer_that_drips_is_cut_at_the_request_timeout() -> None:
+    async def answer(request: web.Request, n: int) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for _ in range(200):
+            await response.write(b" ")
+            await asyncio.sleep(0.05)
+        return response
+
+    async with serving(answer) as server:
+        with pytest.raises(GraderError, match=r"no answer within 0.3 s, after 1 tries"):
+            await ask(endpoint(server.url, retries=0, request_timeout_s=0.3))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"<html>Welcome</html>",
+        b"{}",
+        b'{"choices": []}',
+        b'{"choices": [{"message": {"content": null}}]}',
+        b'{"choices": [{"message": {}}]}',
+        b'{"choices": [{"message": {"content": 7}}]}',
+        b'{"choices": "C1"}',
+        b'{"error": {"message": "overloaded"}}',
+        b"\xff\xfe\x00",
+        b"[" * 5000,
+    ],
+)
+async def test_garbage_is_an_error_and_not_retried(body: bytes) -> None:
+    async def answer(request: web.Request, n: int) -> web.StreamResponse:
+        return web.Response(body=body, content_type="application/json")
+
+    async with serving(answer) as server:
+        with pytest.raises(GraderError, match="not a chat completion"):
+            await ask(endpoint(server.url))
+    assert len(server.bodies) == 1
+
+
+async def test_a_flood_is_cut_off() -> None:
+    async def answer(request: web.Request, n: int) -> web.StreamResponse:
+        return web.Response(body=b" " * (MAX_ANSWER_BYTES + 1))
+
+    async with serving(answer) as server:
+        with pytest.raises(GraderError, match="longer than"):
+            await ask(endpoint(server.url))
+
+
+async def test_usage_may_be_missing() -> None:
+    async def answer(request: web.Request, n: int) -> web.StreamResponse:
+        return completion("{}", usage=None)
+
+    async with serving(answer) as server:
+        assert (await ask(endpoint(server.url))).prompt_tokens == 0
+
+
+async def test_concurrency_is_limited() -> None:
+    async def answer(request: web.Request, n: int) -> web.StreamResponse:
+        await asyncio.sleep(0.05)
+        return completion(json.dumps(n))
+
+    async with serving(answer) as server:
+        client = endpoint(server.url)
+        jobs = [client.complete(MESSAGES, max_tokens=1, temperature=0, response_format=None) for _ in range(6)]
+        texts = {answer.text for answer in await asyncio.gather(*jobs)}
+        await client.close()
+    assert len(texts) == 6
+    assert server.most_busy == 2
+
+
+async def test_a_wrong_address_says_what_to_correct() -> None:
+    with pytest.raises(GraderError, match=r"correct grader\.backend\.base_url"):
+        await ask(endpoint("ftp://example/v1"))
