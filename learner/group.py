@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from configs.schema import Aggregation, LearnerConfig
 from infra.errors import GagarError, LearnerError
@@ -19,6 +19,9 @@ from learner.loss import token_weights
 from learner.packing import Sample, plan
 from learner.rank import Applied, Objective, RankCore, TokenSums, check_learner, open_store
 from rollout.trajectory import Payload
+
+if TYPE_CHECKING:
+    from rollout.engine import EnginePool, TransferTarget
 
 _RESUME = "the last checkpoint is intact: run the same command with --resume"
 
@@ -150,6 +153,8 @@ class LearnerGroup:
             self._ranks.append(actor.options(**options).remote(*args))
         address = self._ranks[0].rendezvous.remote()
         self._starting = [handle.start.remote(address) for handle in self._ranks]
+        for handle in self._ranks:
+            handle.run.remote(_import_publishing)  # seconds that the first publish would wait for
 
     async def ready(self) -> None:
         """Waits until every rank has loaded."""
@@ -188,6 +193,15 @@ class LearnerGroup:
     async def export_hf(self, folder: str | Path) -> None:
         """Writes an HF folder that transformers and vLLM load."""
         await self.on_ranks(RankCore.export_hf, _absolute(folder))
+
+    async def publish(self, pool: EnginePool, version: int) -> float:
+        """Gives every engine of the pool the weights as they are now, as `version`; requests in flight go on.
+
+        Returns the seconds it took. Tokens sampled afterwards carry the new version.
+        """
+        seconds = await self.on_ranks(_publish, pool.transfer_target(), version)
+        self.version = version
+        return float(max(seconds))
 
     async def on_ranks(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """function(core, *args) on every rank at once, results by rank. `function` must be importable there."""
@@ -287,6 +301,24 @@ def _shares(
             )
             payloads.append(item.payload)
     return shares, payloads
+
+
+def _publish(core: RankCore, target: TransferTarget, version: int) -> float:
+    """Runs on a rank. The transfer is set up once for each set of engines."""
+    from learner.publish import Publisher
+
+    if core.publisher is None or core.publisher.target != target:
+        if core.publisher is not None:
+            core.publisher.shutdown()
+        parameters = list(core.engine.module.named_parameters())
+        core.publisher = Publisher(target, rank=core.rank, parameters=parameters, full=core.named_full_parameters)
+    seconds: float = core.publisher.publish(version)
+    return seconds
+
+
+def _import_publishing(_: RankCore) -> None:
+    """Runs on a rank, after its start and while others still start."""
+    import rollout.weight_transfer  # noqa: F401
 
 
 def _step(

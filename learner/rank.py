@@ -134,6 +134,8 @@ class RankCore:
         self.world_size = world_size
         self.steps = 0
         """Optimiser steps applied; drives the warm-up."""
+        self.publisher: Any = None
+        """The `learner.publish.Publisher` of the engines published to last."""
         deepspeed = _join(config.device, rank, world_size, store)
         import torch
 

@@ -384,6 +384,58 @@ def test_a_step_of_two_ranks_is_the_step_of_one(
     assert again.lr > first.lr
 
 
+def test_publish_hands_whole_parameters_to_the_engines(
+    two_ranks: LearnerGroup, rolled: list[Rolled], tmp_path: Path
+) -> None:
+    """The engines' real side is proved with vLLM elsewhere; here one records what it is told."""
+    import ray
+
+    from rollout.engine import TransferTarget
+
+    class Recorder:
+        def __init__(self) -> None:
+            self.calls: list[Any] = []
+
+        def start_weight_update(self) -> None:
+            self.calls.append("start")
+
+        def update_weights(self, request: Any) -> None:
+            for chunk in request.update_info["chunks"]:
+                arrays = ray.get(chunk["ref"])
+                self.calls.append(dict(zip(chunk["names"], [bytes(array) for array in arrays], strict=True)))
+
+        def finish_weight_update(self, version: int) -> None:
+            self.calls.append(version)
+
+        def recorded(self) -> list[Any]:
+            return self.calls
+
+    @dataclass(frozen=True)
+    class Pool:
+        handles: tuple[Any, ...]
+
+        def transfer_target(self) -> TransferTarget:
+            return TransferTarget(backend="ray_object", handles=self.handles, workers_per_replica=1)
+
+    engine = ray.remote(Recorder).remote()
+    items = items_of(rolled)
+
+    async def scenario() -> list[float]:
+        seconds = [await two_ranks.publish(Pool((engine,)), 5)]  # type: ignore[arg-type]
+        assert two_ranks.version == 5
+        await two_ranks.train_step(items)
+        seconds.append(await two_ranks.publish(Pool((engine,)), 6))  # type: ignore[arg-type]
+        await two_ranks.export_hf(tmp_path)
+        return seconds
+
+    assert min(asyncio.run(scenario())) > 0.0
+    first_start, first, five, second_start, second, six = ray.get(engine.recorded.remote())
+    assert (first_start, five, second_start, six) == ("start", 5, "start", 6)
+    assert first != second
+    want = {name: tensor.detach().numpy().tobytes() for name, tensor in load(str(tmp_path)).named_parameters()}
+    assert second == want
+
+
 def test_errors_name_rank_and_remedy(two_ranks: LearnerGroup, rolled: list[Rolled], tmp_path: Path) -> None:
     items = items_of(rolled)
     wrong = replace(items[0], response_tokens=items[0].response_tokens + 1)
