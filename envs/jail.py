@@ -1,16 +1,19 @@
 """Sandboxes on this host: a SWE-ReX server in a bubblewrap jail, and around each of its commands a second jail.
 
-The outer jail has no network, sees of the host only the system folders and Python, all read-only, and keeps its files in
-memory of bounded size, so nothing of a sandbox is ever on the host's disk. `envs.jail_server` says what the inner one adds.
+The outer jail has no network, sees of the host only the system folders and Python, all read-only, and keeps its files
+in memory of bounded size, so nothing of a sandbox is ever on the host's disk. `envs.jail_server` says what the inner
+one adds.
 
-A closed sandbox leaves its server behind: no process and no file is left in it, task code never ran in or could reach the
-server itself, and starting one costs 0.3 s of CPU. `reuse_servers: false` starts a new server for each sandbox instead.
+A closed sandbox leaves its server behind for the next one: no process and no file of it is left, and task
+code never ran in the server or could reach it. Starting one costs 0.3 s of CPU, twice a trajectory;
+`reuse_servers: false` pays that and starts a new server for each sandbox.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import secrets
 import shutil
@@ -18,7 +21,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import IO, Any
 
@@ -37,8 +39,8 @@ NOBODY = 65534
 SYSTEM_FOLDERS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
 RESET_TIMEOUT_S = 10.0
-SERVER_PROCESSES = 8
-"""Processes of the jails themselves, on top of what a command may start."""
+JAIL_PROCESSES = 2
+"""Processes of a command's jail itself, on top of what the command may start."""
 
 
 class JailProvider:
@@ -172,7 +174,7 @@ class UnixRuntime(RemoteRuntime):
     """SWE-ReX's client over one kept connection to a unix socket, without its retries and its own logging."""
 
     def __init__(self, address: str, token: str) -> None:
-        super().__init__(host="http://jail", auth_token=token)
+        super().__init__(logger=logging.getLogger(__name__), host="http://jail", auth_token=token)
         self._address = address
         self._session: aiohttp.ClientSession | None = None
 
@@ -256,7 +258,7 @@ def _limits(config: JailSandbox) -> str:
     release = tuple(int(part) for part in os.uname().release.split(".")[:2])
     # Older kernels count a user's processes on the whole host, so the limit would hit the wrong ones.
     if release >= (5, 14):
-        limits.append(f"-u {config.max_processes + SERVER_PROCESSES}")
+        limits.append(f"-u {config.max_processes + JAIL_PROCESSES}")
     return f"ulimit {' '.join(limits)}"
 
 
@@ -298,7 +300,7 @@ def _view(paths: list[str]) -> list[str]:
 def _as_nobody(bwrap: str, paths: list[str]) -> list[str]:
     """The start of a command line that goes on as an ordinary user who can reach `paths`.
 
-    Root's own id must never be inside: the kernel exempts it from process limits, and shows it all of /proc/sys as its own.
+    Root's own id must never be inside: the kernel exempts it from process limits, and /proc/sys belongs to it.
     Folders that only root may enter (/root, say) are replaced by empty ones, for this process tree, that hold `paths`.
     """
     setpriv = shutil.which("setpriv")

@@ -1,7 +1,7 @@
 """The program inside a jail: one SWE-ReX server that runs every command in a second jail of its own.
 
-The server holds the token and must outlive whatever a command does, so no command may see or signal it: each gets its own
-process space, network and view of the files, with the workspace and /tmp as the only writable places. When a command
+The server holds the token and must outlive whatever a command does, so no command may see or signal it: each gets its
+own process space, network and view of the files, with workspace and /tmp the only writable places. When a command
 ends, or is killed for time, the kernel ends that process space and with it everything the command started.
 
 Started by `envs.jail` as a plain file (nothing of ours can be imported in here), with the settings as one JSON line on

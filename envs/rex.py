@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 
 import aiohttp
 from swerex.exceptions import SwerexException
 from swerex.runtime.abstract import AbstractRuntime, Command
 
-from envs.sandbox import WORKSPACE, CommandResult, lost
+from envs.sandbox import CommandResult, lost
 from envs.shell import parse_read, read_command, unpack_commands
 from infra.errors import SandboxError
 

@@ -51,7 +51,7 @@ class Sandbox(Protocol):
         ...
 
     async def close(self) -> None:
-        """Give the sandbox up: its processes and its workspace are gone afterwards. Closing twice, or a lost one, is fine."""
+        """Give the sandbox up: its processes and workspace are gone afterwards. Never raises; may be called twice."""
         ...
 
 

@@ -12,8 +12,10 @@ import shlex
 import tarfile
 from collections.abc import Iterable, Mapping, Sequence
 
+SCRIPT_CHARS = 120 * 1024
+"""Longest command that `batch` makes; the kernel takes at most 128 KiB in one argument."""
 CHUNK_CHARS = 96 * 1024
-"""Largest payload of one command; the kernel takes at most 128 KiB in one argument."""
+"""Largest encoded payload of one step."""
 ABSENT = "-"
 OTHER = "?"
 
@@ -24,6 +26,21 @@ def check_path(path: str) -> str:
     if not path or "\0" in path or normal.startswith(("/", "../")) or normal in ("..", "."):
         raise ValueError(f"{path!r} is not a file path relative to the workspace")
     return normal
+
+
+def batch(steps: Iterable[tuple[str, int]]) -> list[str]:
+    """Few commands that run many: each step is a command and the exit code to end with if it fails.
+
+    Run the result in order and stop at the first exit code that is not 0; the output is that of the steps.
+    """
+    scripts: list[str] = []
+    for command, code in steps:
+        step = f"{{ {command}\n}} || exit {code}\n"
+        if scripts and len(scripts[-1]) + len(step) <= SCRIPT_CHARS:
+            scripts[-1] += step
+        else:
+            scripts.append(step)
+    return scripts
 
 
 def unpack_commands(files: Mapping[str, str]) -> list[str]:
@@ -66,9 +83,9 @@ def read_command(paths: Sequence[str], *, max_bytes: int) -> str:
     )
 
 
-def parse_read(output: str) -> list[bytes | None | str]:
+def parse_read(output: str) -> list[bytes | str | None]:
     """One entry a line of `read_command`: the bytes, None if there is nothing, OTHER if it is no readable file."""
-    entries: list[bytes | None | str] = []
+    entries: list[bytes | str | None] = []
     for line in output.splitlines():
         if line.startswith("="):
             entries.append(base64.b64decode(line[1:]))
