@@ -116,7 +116,7 @@ def quotas(config: RunConfig) -> Iterator[Problem]:
             yield _problem(
                 config,
                 f"sources.{name}.seed",
-                f"draws the same tasks as sources.{streams[stream]}; choose another seed",
+                f"gives the same tasks as sources.{streams[stream]}; choose another one",
             )
         streams.setdefault(stream, name)
         if not name or not all(c.isalnum() or c in "_-" for c in name):
@@ -250,17 +250,13 @@ def engine_device(config: RunConfig) -> Iterator[Problem]:
     """Keys of the other device, and GPUs that Ray would not hand out."""
     for key, engine in _engines(config):
         if engine.device == "cpu":
-            yield from _idle(
-                config, f"{key}.gpu_memory_utilization", f"{key}.device = cpu; kv_cache_gib sizes the cache"
-            )
+            yield from _idle(config, f"{key}.gpu_memory_utilization", f"{key}.device = cpu", "use kv_cache_gib")
             if engine.tensor_parallel_size > 1:
                 yield _problem(config, f"{key}.tensor_parallel_size", "works with device cuda only; set it to 1")
             if engine.weight_transfer == "nccl":
                 yield _problem(config, f"{key}.weight_transfer", "works with device cuda only; choose ray_object")
         else:
-            yield from _idle(
-                config, f"{key}.kv_cache_gib", f"{key}.device = cuda; gpu_memory_utilization sizes the cache"
-            )
+            yield from _idle(config, f"{key}.kv_cache_gib", f"{key}.device = cuda", "use gpu_memory_utilization")
             yield from _idle(config, f"{key}.threads", f"{key}.device = cuda")
         wanted = engine.tensor_parallel_size if engine.device == "cuda" else 0
         yield from _gpus(config, f"{key}.resources", engine.resources, wanted, engine.device)

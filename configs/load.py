@@ -66,6 +66,8 @@ class _Loader(yaml.SafeLoader):
     """Safe YAML in which 1e-4 is a number (as in YAML 1.2)."""
 
 
+_PLAIN_TAGS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
+
 _Loader.yaml_implicit_resolvers = {key: list(value) for key, value in yaml.SafeLoader.yaml_implicit_resolvers.items()}
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
@@ -104,6 +106,8 @@ def _read(file: Path, origins: dict[KeyPath, str]) -> dict[str, Any]:
 def _build(loader: _Loader, node: yaml.Node, path: KeyPath, file: str, origins: dict[KeyPath, str]) -> Any:
     """Plain values of a node, with the line of each key noted. A key given twice is refused: one has no effect."""
     origins.setdefault(path, f"{file}:{node.start_mark.line + 1}")
+    if isinstance(node, yaml.CollectionNode) and node.tag not in _PLAIN_TAGS:
+        raise yaml.MarkedYAMLError(problem=f"tag {node.tag} is not allowed", problem_mark=node.start_mark)
     if isinstance(node, yaml.MappingNode):
         seen: dict[str, int] = {}
         for key_node, _ in node.value:

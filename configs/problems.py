@@ -58,7 +58,7 @@ def _line(file: Path, problem: Problem, origins: Mapping[KeyPath, str]) -> str:
 def show(value: Any) -> str:
     """A value as it would be written in one line of YAML, shortened."""
     text = " ".join(yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("...\n").split())
-    return text if len(text) <= 60 else text[:57] + "..."
+    return text if len(text) <= 200 else text[:197] + "..."
 
 
 def explain(detail: ErrorDetails, model: type[BaseModel], data: Mapping[str, Any]) -> Problem:

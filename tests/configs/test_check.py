@@ -1,0 +1,283 @@
+"""Combinations that cannot run, and keys without effect: each rule, by the line that the user sees."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from configs.check import RULES, load_run, resolved
+from configs.errors import ConfigError
+from configs.schema import RunConfig
+
+ENDPOINT = "grader={backend: {type: endpoint, base_url: 'https://host/v1', model: m}}"
+CUDA_ENGINE = ("engine.device=cuda", "engine.resources.gpus=1")
+CUDA_LEARNER = ("learner.device=cuda", "learner.resources.gpus=1")
+
+
+def refusals(file: Path, *overrides: str) -> list[str]:
+    """The lines of the refusal, without the place."""
+    with pytest.raises(ConfigError) as caught:
+        load_run(file, overrides)
+    lines = str(caught.value).splitlines()
+    assert all(str(file) in line for line in lines)
+    if len(lines) > 1:
+        lines = lines[1:]
+    return [line.split(": ", 1)[1].strip() for line in lines]
+
+
+def test_the_base_of_these_tests_is_accepted(run_file: Path) -> None:
+    assert load_run(run_file).config.name == "test"
+
+
+ONE_PROBLEM: list[tuple[tuple[str, ...], str]] = [
+    # sources and groups
+    (("sources={}", "eval=null", "algorithm.mode=outcome", "grader=null"), "sources: no source has a quota"),
+    (
+        ("sources.code.groups_per_step=0", "sources.chat.groups_per_step=0", "grader=null"),
+        "sources: no source has a quota; set groups_per_step above 0",
+    ),
+    (
+        ("sources.more={type: minirepo, groups_per_step: 1}",),
+        "sources.more.seed = 0: gives the same tasks as sources.code; choose another one",
+    ),
+    (("sources.a/b={type: files, groups_per_step: 1}",), "sources.a/b: is not a usable name"),
+    (("algorithm.min_valid=7",), "algorithm.min_valid = 7: is above algorithm.group_size = 6"),
+    (("scheduler.max_inflight_groups=2",), "scheduler.max_inflight_groups = 2: is below the 3 groups of one batch"),
+    # modes and graders
+    (
+        ("algorithm.mode=discount", "algorithm.lambda_max=1.2"),
+        "algorithm.lambda_max = 1.2: has no effect, because algorithm.mode = discount has no cap",
+    ),
+    (("algorithm.mode=downweight", "algorithm.lambda_max=1.5"), "algorithm.lambda_max = 1.5: has no effect"),
+    (("algorithm.mode=redistribute_exact", "algorithm.lambda_max=2"), "algorithm.lambda_max = 2.0: has no effect"),
+    (
+        ("algorithm.mode=outcome", "grader=null", "algorithm.lambda_max=2"),
+        "algorithm.lambda_max = 2.0: has no effect, because algorithm.mode = outcome has no cap",
+    ),
+    (
+        ("algorithm.mode=outcome", "grader=null", "algorithm.rubric.t3=0.1"),
+        "algorithm.rubric: has no effect, because algorithm.mode = outcome uses no quality factors; remove the key",
+    ),
+    (("algorithm.mode=outcome",), "grader: has no effect, because algorithm.mode = outcome uses no grades; set grader"),
+    (("grader=null",), "grader: is missing, and algorithm.mode = redistribute needs grades; add a grader, or choose"),
+    (
+        ("sources.code.groups_per_step=0",),
+        "grader: has no effect, because no code source has a quota, and only code groups are graded; set grader: null",
+    ),
+    (
+        ("sources.code.groups_per_step=0", "grader=null", "algorithm.mode=discount"),
+        "algorithm.mode = discount: has no effect, because no code source has a quota",
+    ),
+    # budgets
+    (
+        ("rollout.limits.max_total_tokens=1025",),
+        "rollout.limits.max_total_tokens = 1025: does not fit engine.max_model_len = 1024",
+    ),
+    (
+        ("rollout.limits.max_turn_tokens=1024",),
+        "rollout.limits.max_turn_tokens = 1024: leaves no room for a prompt in max_total_tokens = 1024; lower it",
+    ),
+    (
+        ("learner.max_tokens_per_microbatch=1000",),
+        "learner.max_tokens_per_microbatch = 1000: is below rollout.limits.max_total_tokens = 1024",
+    ),
+    (
+        ("rollout.limits.command_timeout_s=61",),
+        "rollout.limits.command_timeout_s = 61.0: is above command_budget_s = 60",
+    ),
+    (("rollout.limits.wall_s=60",), "rollout.limits.wall_s = 60.0: is not above command_budget_s = 60"),
+    (("scheduler.abort_after_s=120",), "scheduler.abort_after_s = 120.0: is not above stall_after_s = 120"),
+    (
+        ("grader.max_tokens=1024",),
+        "grader.max_tokens = 1024: leaves no room for a prompt in grader.backend.engine.max_",
+    ),
+    # devices
+    (
+        ("engine.gpu_memory_utilization=0.9",),
+        "engine.gpu_memory_utilization = 0.9: has no effect, because engine.device = cpu; use kv_cache_gib",
+    ),
+    (
+        ("grader.backend.engine.gpu_memory_utilization=0.9",),
+        "grader.backend.engine.gpu_memory_utilization = 0.9: has no effect, because grader.backend.engine.device = cpu",
+    ),
+    (
+        (*CUDA_ENGINE, "engine.kv_cache_gib=2"),
+        "engine.kv_cache_gib = 2.0: has no effect, because engine.device = cuda; use gpu_memory_utilization",
+    ),
+    ((*CUDA_ENGINE, "engine.threads=2"), "engine.threads = 2: has no effect, because engine.device = cuda"),
+    (("engine.tensor_parallel_size=2",), "engine.tensor_parallel_size = 2: works with device cuda only; set it to 1"),
+    (("engine.weight_transfer=nccl",), "engine.weight_transfer = nccl: works with device cuda only; choose ray_object"),
+    (
+        (*CUDA_ENGINE, "engine.weight_transfer=nccl"),
+        "engine.weight_transfer = nccl: needs learner.device = cuda as well; choose ray_object for a CPU learner",
+    ),
+    (
+        ("engine.device=cuda",),
+        "engine.resources.gpus = 0.0: must be 1, because device = cuda and Ray shows an actor only the GPUs it asked",
+    ),
+    (
+        ("engine.device=cuda", "engine.tensor_parallel_size=2", "engine.resources.gpus=1"),
+        "engine.resources.gpus = 1.0: must be 2",
+    ),
+    (("engine.resources.gpus=1",), "engine.resources.gpus = 1.0: must be 0, because device = cpu; set it"),
+    (
+        (*CUDA_ENGINE, "engine.tensor_parallel_size=3", "engine.resources.gpus=3"),
+        "engine.tensor_parallel_size = 3: does not divide the 4 attention heads of policy; change it",
+    ),
+    (("learner.device=cuda",), "learner.resources.gpus = 0.0: must be 1"),
+    ((*CUDA_LEARNER, "learner.threads=2"), "learner.threads = 2: has no effect, because learner.device = cuda"),
+    (("learner.dtype=bfloat16",), "learner.dtype = bfloat16: is supported with device cuda only; choose float32"),
+    (
+        ("learner.offload_optimizer=true", "learner.zero_stage=2"),
+        "learner.offload_optimizer = true: has no effect on learner.device = cpu; set it to false",
+    ),
+    (
+        (*CUDA_LEARNER, "learner.offload_optimizer=true"),
+        "learner.offload_optimizer = true: needs learner.zero_stage >= 1; raise the stage",
+    ),
+    # the grader's side
+    (
+        ("grader.backend.engine.weight_transfer=ray_object",),
+        "grader.backend.engine.weight_transfer = ray_object: has no effect, because the grader's weights are never",
+    ),
+    (
+        (ENDPOINT, "grader.backend.base_url=host:8000"),
+        "grader.backend.base_url = host:8000: is not an address; give e.g. https://host/v1",
+    ),
+    # evaluation, telemetry, Ray, mixing
+    (("eval.source=nope",), "eval.source = nope: is not among the sources (code, chat); choose one"),
+    (("eval.before=false", "eval.after=false"), "eval: has no effect, because before and after"),
+    (
+        ("telemetry.wandb.mode=disabled", "telemetry.wandb.project=x"),
+        "telemetry.wandb.project = x: has no effect, because telemetry.wandb.mode = disabled; remove the key",
+    ),
+    (("telemetry.wandb={mode: disabled, entity: me}",), "telemetry.wandb.entity = me: has no effect"),
+    (
+        ("ray.address=auto", "ray.object_store_mib=99"),
+        "ray.object_store_mib = 99: has no effect, because ray.address = auto joins a running cluster",
+    ),
+    (
+        ("sources={chat: {type: arith, groups_per_step: 1}}", "grader=null", "eval=null", "rollout.sandbox.type=jail"),
+        "rollout.sandbox: has no effect, because only single-turn sources are used; remove the key",
+    ),
+    (
+        ("sources={code: {type: minirepo, groups_per_step: 1}}", "scheduler.alpha=0.3"),
+        "scheduler.alpha = 0.3: has no effect, because there is only one source; remove the key",
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "expected"), ONE_PROBLEM, ids=[expected[:50] for _, expected in ONE_PROBLEM])
+def test_refused_with_one_line(run_file: Path, overrides: tuple[str, ...], expected: str) -> None:
+    lines = refusals(run_file, *overrides)
+    assert len(lines) == 1
+    assert expected in lines[0]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("algorithm.mode=outcome", "grader=null"),
+        ("algorithm.lambda_max=2", "algorithm.rubric.t3=0.1"),
+        (ENDPOINT,),
+        (*CUDA_ENGINE, "engine.gpu_memory_utilization=0.8", *CUDA_LEARNER, "engine.weight_transfer=nccl"),
+        (*CUDA_LEARNER, "learner.zero_stage=1", "learner.offload_optimizer=true", "learner.dtype=bfloat16"),
+        ("learner.zero_stage=3", "learner.world_size=2"),
+        ("engine.gpu_memory_utilization=null",),
+        ("sources.chat.groups_per_step=0",),
+        ("eval=null",),
+        ("eval.before=false",),
+        ("loss.objective={name: ppo_clip, dual_clip: 2}", "loss.aggregation=token_mean"),
+        ("rollout.sandbox={type: remote, hosts: ['http://a:1']}",),
+        ("ray.address=auto",),
+    ],
+)
+def test_combinations_that_run(run_file: Path, overrides: tuple[str, ...]) -> None:
+    assert load_run(run_file, overrides).config.steps == 2
+
+
+@pytest.mark.parametrize(
+    ("lost", "expected"),
+    [
+        (("config.json",), "lacks config.json; give a complete checkpoint folder"),
+        (("model.safetensors", "tokenizer.json"), "lacks tokenizer.json, *.safetensors; give a complete"),
+    ],
+)
+def test_an_incomplete_checkpoint(run_file: Path, lost: tuple[str, ...], expected: str) -> None:
+    for name in lost:
+        (run_file.parent / "policy" / name).unlink()
+    (line,) = refusals(run_file)
+    assert line.startswith(f"engine.model = {run_file.parent / 'policy'}: {expected}")
+
+
+def test_missing_checkpoint_folders_are_named_one_by_one(run_file: Path) -> None:
+    lines = refusals(run_file, "engine.model=a", "learner.model=a", "grader.backend.engine.model=b")
+    assert [line.split(" = ")[0] for line in lines] == ["engine.model", "grader.backend.engine.model"]
+    assert all("no such folder; give a checkpoint in Hugging Face format" in line for line in lines)
+
+
+def test_engines_serve_the_policy_that_is_trained(run_file: Path) -> None:
+    (line,) = refusals(run_file, "learner.model=grader")
+    assert line.startswith(f"learner.model = {run_file.parent / 'grader'}: differs from engine.model")
+
+
+def test_a_context_longer_than_the_model(run_file: Path) -> None:
+    (line,) = refusals(run_file, "engine.max_model_len=4096")
+    assert line.startswith("engine.max_model_len = 4096: is above the 2048 positions of policy")
+
+
+def test_weights_that_are_not_safetensors(run_file: Path) -> None:
+    (run_file.parent / "policy" / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+    (line,) = refusals(run_file)
+    assert "cannot be read (model.safetensors is not a safetensors file)" in line
+
+
+def test_problems_of_several_rules_come_together(run_file: Path) -> None:
+    lines = refusals(run_file, "eval.source=x", "algorithm.min_valid=9", "engine.gpu_memory_utilization=0.5")
+    assert [line.split(" = ")[0] for line in lines] == [
+        "algorithm.min_valid",
+        "engine.gpu_memory_utilization",
+        "eval.source",
+    ]
+
+
+def test_a_problem_names_the_line_of_its_key(run_file: Path) -> None:
+    run_file.write_text(run_file.read_text().replace("{source: code}", "\n  tasks: 3\n  source: nowhere"))
+    with pytest.raises(ConfigError, match=f"^{run_file}:17: eval.source = nowhere"):
+        load_run(run_file)
+
+
+def test_every_rule_is_exercised_above(run_file: Path) -> None:
+    config = load_run(
+        run_file,
+    ).config
+    assert all(list(rule(config)) == [] for rule in RULES)
+    assert len({rule.__name__ for rule in RULES}) == len(RULES) == 17
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("algorithm.mode=downweight",),
+        ("algorithm.mode=outcome", "grader=null"),
+        (*CUDA_ENGINE, *CUDA_LEARNER),
+        ("telemetry.wandb.mode=disabled", "ray.address=auto"),
+    ],
+)
+def test_what_is_kept_of_a_run_can_be_run_again_and_means_the_same(run_file: Path, overrides: tuple[str, ...]) -> None:
+    config = load_run(run_file, [*overrides]).config
+    again = run_file.parent / "again.yaml"
+    again.write_text(yaml.safe_dump(resolved(config)))
+    assert load_run(again).config == config
+
+
+def test_what_is_kept_holds_defaults_but_no_key_without_effect(run_file: Path) -> None:
+    kept = resolved(load_run(run_file, ["algorithm.mode=discount"]).config)
+    assert kept["algorithm"]["group_size"] == 6
+    assert "lambda_max" not in kept["algorithm"]
+    assert json.loads(json.dumps(kept)) == kept
+    assert RunConfig.model_validate(kept).algorithm.mode == "discount"
