@@ -71,7 +71,7 @@ class Shell:
                 continue
             path = next(parts).text
             if token.text == "<":
-                stdin = self._read(f"bash: {path}", path)
+                stdin = self.files[path]
             else:
                 target = (token.text, path)
         if words[0] not in self._commands:
