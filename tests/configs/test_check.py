@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from configs.check import RULES, load_run, resolved
+from configs.check import load_run, resolved
 from configs.errors import ConfigError
+from configs.rules import RULES
 from configs.schema import RunConfig
 
 ENDPOINT = "grader={backend: {type: endpoint, base_url: 'https://host/v1', model: m}}"
