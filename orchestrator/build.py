@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import yaml
 
+from configs.check import resolved
 from configs.schema import AdvantageMode, EngineConfig, EvalConfig, Resources, RunConfig, VllmGraderBackend
 from envs.source import make_source
 from grader.worker import GraderWorker
@@ -332,7 +333,7 @@ def _open_run(run_dir: Path, config: RunConfig, *, resume: bool, say: Callable[[
                 run_dir.rename(kept)
                 say(f"an earlier run of this name is kept as {kept}")
             run_dir.mkdir(parents=True)
-        text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+        text = yaml.safe_dump(resolved(config), sort_keys=False)
         (run_dir / CONFIG).write_text(text, encoding="utf-8")
     except OSError as e:
         raise StorageError(f"{run_dir}: cannot be set up ({e}); choose another `output` or free space") from e
