@@ -6,9 +6,14 @@ Light on purpose: vLLM itself is imported by `rollout.vllm_engine`, inside the e
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
+
+from configs.schema import EngineConfig
+from infra.errors import ConfigError, EngineError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,3 +91,210 @@ class ScriptedEngine:
             versions=(version,) * len(ids),
             finish_reason=finish_reason,
         )
+
+
+class EngineLost(EngineError):
+    """The engine of one replica is gone; another replica may serve."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """What one replica, or (added up) a pool, has done and is doing."""
+
+    version: int
+    """Policy version that samples now; of a pool the lowest."""
+    running: int
+    waiting: int
+    """Requests that wait for room in the batch."""
+    generated_tokens: int
+    prompt_tokens: int
+    cached_prompt_tokens: int
+    """Prompt tokens of finished requests that the prefix cache held."""
+    kv_usage: float
+    """Share of the KV cache in use; of a pool the highest."""
+    start_s: float
+    """Seconds of loading; of a pool the longest."""
+
+    @property
+    def prefix_hit_rate(self) -> float:
+        """Share of prompt tokens that the prefix cache held."""
+        return self.cached_prompt_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferTarget:
+    """Where new weights go: all that the learner's ranks need to know of a pool. Picklable."""
+
+    backend: Literal["ray_object", "nccl"]
+    handles: tuple[Any, ...]
+    """Actor handles of the live replicas."""
+    workers_per_replica: int
+    """Processes that hold weights in one replica: its tensor parallel size."""
+
+
+class EngineClient:
+    """`Engine` over the replicas of a pool. Picklable: every worker has its own.
+
+    All requests of a group go to one replica, whose prefix cache their siblings fill. If it is lost, also with the
+    request in flight, the group moves to the next live one.
+    """
+
+    def __init__(self, name: str, handles: Sequence[Any]) -> None:
+        self.name = name
+        self._handles = tuple(handles)
+        self._dead: set[int] = set()
+        self._reason = ""
+
+    async def generate(
+        self,
+        *,
+        request_id: str,
+        prompt_ids: Sequence[int],
+        max_tokens: int,
+        temperature: float,
+        stop_ids: Sequence[int],
+        json_schema: str | None = None,
+    ) -> Generation:
+        """See `Engine.generate`."""
+        for replica in self.replicas(request_id):
+            handle = self._handles[replica]
+            ref = handle.generate.remote(
+                request_id=request_id,
+                prompt_ids=tuple(prompt_ids),
+                max_tokens=max_tokens,
+                temperature=temperature,
+                stop_ids=tuple(stop_ids),
+                json_schema=json_schema,
+            )
+            try:
+                generation: Generation = await _answer(ref)
+            except EngineLost as e:
+                self._dead.add(replica)
+                self._reason = e.message
+            except asyncio.CancelledError:
+                handle.abort.remote(request_id)
+                raise
+            else:
+                return generation
+        raise EngineError(f"no {self.name} engine is left ({self._reason})")
+
+    def replicas(self, request_id: str) -> list[int]:
+        """Live replicas in the order in which this request tries them; the same for all requests of its group."""
+        group = request_id.split("/", 1)[0]
+        first = int.from_bytes(hashlib.blake2b(group.encode(), digest_size=8).digest(), "big")
+        count = len(self._handles)
+        return [r for r in ((first + i) % count for i in range(count)) if r not in self._dead]
+
+
+class EnginePool:
+    """Driver-side handle on `config.replicas` engine actors that all serve one checkpoint."""
+
+    def __init__(self, config: EngineConfig, *, name: str = "policy", seed: int = 0) -> None:
+        """Raises ConfigError where the combination cannot run."""
+        if config.weight_transfer == "ray_object" and config.tensor_parallel_size > 1:
+            raise ConfigError(
+                "engine.weight_transfer=ray_object reaches engines of one process only, and "
+                f"engine.tensor_parallel_size is {config.tensor_parallel_size}; use weight_transfer=nccl"
+            )
+        if config.weight_transfer == "nccl" and config.device != "cuda":
+            raise ConfigError("engine.weight_transfer=nccl needs engine.device=cuda; use ray_object on a CPU")
+        self.config = config
+        self.name = name
+        self.seed = seed
+        self.handles: list[Any] = []
+        self.start_s: float | None = None
+        """Seconds from `start` until every replica was ready."""
+        self._started_s = 0.0
+        self._starting: list[Any] = []
+
+    def start(self) -> None:
+        """Creates the actors, all at once; does not wait for them to load."""
+        import ray
+
+        from rollout.vllm_engine import EngineActor, environment
+
+        self._started_s = time.monotonic()
+        resources = self.config.resources
+        gpus = resources.gpus or (self.config.tensor_parallel_size if self.config.device == "cuda" else 0)
+        actor = ray.remote(EngineActor).options(
+            num_cpus=resources.cpus,
+            num_gpus=gpus,
+            resources=resources.custom or None,
+            max_concurrency=4 * self.config.max_num_seqs + 16,
+            runtime_env={"env_vars": environment(self.config)},
+        )
+        for replica in range(self.config.replicas):
+            handle = actor.remote(self.config, f"{self.name} engine {replica}", self.seed + 1000 * replica)
+            self.handles.append(handle)
+            self._starting.append(handle.ready.remote())
+
+    async def ready(self, timeout_s: float = 600.0) -> None:
+        """Returns when every replica serves. Raises EngineError: which one does not, why, and what to do."""
+        if not self.handles:
+            self.start()
+
+        async def one(replica: int, ref: Any) -> None:
+            label = f"{self.name} engine {replica} of {self.config.replicas}"
+            try:
+                await asyncio.wait_for(_answer(ref), max(0.0, self._started_s + timeout_s - time.monotonic()))
+            except TimeoutError:
+                resources = self.config.resources
+                raise EngineError(
+                    f"{label} was not ready within {timeout_s:g} s; if the cluster cannot give it {resources.cpus:g} "
+                    f"CPUs and {resources.gpus:g} GPUs it waits for ever: see `ray status`"
+                ) from None
+
+        await asyncio.gather(*(one(i, ref) for i, ref in enumerate(self._starting)))
+        self.start_s = time.monotonic() - self._started_s
+
+    def client(self) -> EngineClient:
+        """An `Engine` over this pool, to be given to workers."""
+        return EngineClient(self.name, self.handles)
+
+    def transfer_target(self) -> TransferTarget:
+        """For the learner's `Publisher`."""
+        return TransferTarget(
+            backend=self.config.weight_transfer,
+            handles=tuple(self.handles),
+            workers_per_replica=self.config.tensor_parallel_size,
+        )
+
+    async def stats(self) -> EngineStats:
+        """Of the live replicas, added up. Raises EngineLost if there is none."""
+        answers = await asyncio.gather(*(_answer(h.stats.remote()) for h in self.handles), return_exceptions=True)
+        parts = [a for a in answers if isinstance(a, EngineStats)]
+        if not parts:
+            raise EngineLost(f"no {self.name} engine is left")
+        return EngineStats(
+            version=min(p.version for p in parts),
+            running=sum(p.running for p in parts),
+            waiting=sum(p.waiting for p in parts),
+            generated_tokens=sum(p.generated_tokens for p in parts),
+            prompt_tokens=sum(p.prompt_tokens for p in parts),
+            cached_prompt_tokens=sum(p.cached_prompt_tokens for p in parts),
+            kv_usage=max(p.kv_usage for p in parts),
+            start_s=max(p.start_s for p in parts),
+        )
+
+    async def shutdown(self) -> None:
+        """Ends the actors at once; requests in flight raise EngineError."""
+        import ray
+
+        for handle in self.handles:
+            ray.kill(handle)
+        self.handles = []
+
+
+async def _answer(ref: Any) -> Any:
+    """Awaits an engine actor's answer; errors come out as the actor raised them, a dead actor as EngineLost."""
+    from ray.exceptions import RayActorError, RayTaskError
+
+    try:
+        return await ref
+    except RayTaskError as e:
+        if isinstance(e.cause, EngineError):
+            raise e.cause from None
+        raise EngineError(f"an engine actor failed ({type(e.cause).__name__}: {e.cause})") from e
+    except RayActorError as e:
+        reason = [line.strip() for line in str(e).splitlines() if line.strip()][-1]
+        raise EngineLost(f"an engine actor died ({reason})") from e
