@@ -6,6 +6,7 @@ The prompt comes from the same code as in a run, and every target passes the sam
 from __future__ import annotations
 
 import random
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from rollout.trajectory import Status, Trajectory, Transcript, Turn
 _TASK_INDICES = 1_000_000
 _OBSERVATION_CHARS = 1600
 _MAX_EVIDENCE = 3
+_TEST = re.compile(r"^\s*def test_", re.MULTILINE)
 _LOOKS = ("grep -n ", "cat ")
 _DETOUR_SHARE, _PASSING_LIMIT_SHARE, _FAILING_LIMIT_SHARE = 0.25, 0.05, 0.2
 _WEIGHTS = {Quality.T1: 4, Quality.T2: 3, Quality.T3: 3}
@@ -92,12 +94,29 @@ def grader_examples(
     Raises:
         ValueError: the source's tasks are not verified by hidden tests.
     """
-    rubric = rubric or RubricConfig()
     for number in range(count):
-        rng = random.Random(f"grader/{source.name}/{split.value}/{seed}/{number}")
-        while (example := _example(source, split, rng, config, rubric, group_size)) is None:
-            pass
-        yield example
+        yield grader_example(source, split, number, seed, config, rubric, group_size=group_size)
+
+
+def grader_example(
+    source: ExpertSource,
+    split: Split,
+    number: int,
+    seed: int,
+    config: GraderConfig,
+    rubric: RubricConfig | None = None,
+    *,
+    group_size: tuple[int, int] = (4, 8),
+) -> GraderExample:
+    """Example `number` >= 0 of `grader_examples`, which depends on no other.
+
+    Raises:
+        ValueError: as `grader_examples`.
+    """
+    rng = random.Random(f"grader/{source.name}/{split.value}/{seed}/{number}")
+    while (example := _example(source, split, rng, config, rubric or RubricConfig(), group_size)) is None:
+        pass
+    return example
 
 
 def _example(
@@ -149,8 +168,7 @@ class _Solved:
 
     def __init__(self, trace: ExpertTrace) -> None:
         self.trace = trace
-        self.log = _test_log(trace.task, trace.actions)
-        self.passed = self.log == "OK"
+        self.passed, self.log = _verification(trace.task, trace.actions)
         self.patch = patch_of(trace.task, trace.actions)
 
     def record(self, trajectory_id: str, group_id: str, rng: random.Random) -> tuple[Trajectory, Transcript]:
@@ -206,13 +224,17 @@ def _wander(actions: Sequence[str], passed: bool, rng: random.Random) -> tuple[t
     return tuple(steps), Status.SUBMITTED
 
 
-def _test_log(task: Task, actions: Sequence[str]) -> str:
-    """The last line that the hidden tests print on the state after the actions."""
+def _verification(task: Task, actions: Sequence[str]) -> tuple[bool, str]:
+    """The hidden tests' word on the state after the actions, and a log that ends as the verifier's does."""
     verifier = task.verifier
     if not isinstance(verifier, HiddenTests):
         raise ValueError(f"{task.task_id}: only tasks with hidden tests are graded")
     names = verifier.modules or tuple(path.removesuffix(".py") for path in verifier.files)
-    return run_tests({**final_files(task, actions), **verifier.files}, names)
+    last = run_tests({**final_files(task, actions), **verifier.files}, names)
+    count = sum(len(_TEST.findall(content)) for content in verifier.files.values())
+    bad = sum(int(number) for number in re.findall(r"=(\d+)", last))
+    log = f"$ {verifier.command}\n{last}\n{max(count - bad, 0)} of {count} tests passed, 0 skipped"
+    return last == "OK", log
 
 
 def _draw(passing: Sequence[_Solved], rng: random.Random) -> _Solved:

@@ -23,7 +23,7 @@ Style = Literal["compact", "full"]
 
 FAILING_CHARS = 240
 """A failing candidate is context only: one short block."""
-_COMPACT_COMMAND_CHARS = 48
+_COMPACT_COMMAND_CHARS = 24
 _FULL_COMMAND_CHARS = 160
 _COMPACT_CONTEXT_LINES = 2
 _MAX_ENUM = 64
@@ -169,7 +169,7 @@ def _compact_parts(candidate: Candidate) -> list[_Shown]:
         for i, turn in enumerate(candidate.transcript.turns, start=1)
         if turn.action.strip() != "submit"
     ]
-    changes = [(line.reference, _change(line)) for line in candidate.patch.changed]
+    changes = _compact_changes(candidate.patch.changed)
     parts = [_shown(turns), _shown(changes)] if candidate.passed else [_shown(changes)]
     if not candidate.passed and (log := [line for line in log_lines(candidate.transcript) if line.strip()]):
         parts.append(_Shown(lines=[neutralise("log " + clip_text(log[-1], 60))]))
@@ -178,6 +178,19 @@ def _compact_parts(candidate: Candidate) -> list[_Shown]:
 
 def _shown(pairs: Sequence[tuple[str, str]]) -> _Shown:
     return _Shown(lines=[neutralise(text) for _, text in pairs], references=[reference for reference, _ in pairs])
+
+
+def _compact_changes(changed: Sequence[PatchLine]) -> list[tuple[str, str]]:
+    """Changed lines with their citation; a line that replaces the one just shown goes without, it is the same."""
+    shown: list[tuple[str, str]] = []
+    previous = ""
+    for line in changed:
+        if line.reference == previous:
+            shown.append(("", f"{line.sign.value} {line.text}".rstrip()))
+        else:
+            shown.append((line.reference, _change(line)))
+        previous = line.reference
+    return shown
 
 
 def _change(line: PatchLine) -> str:
@@ -208,7 +221,7 @@ def _fit(parts: Sequence[_Shown], budget: int) -> _Shown:
         lines += [part.frame[0], *kept, part.frame[1]] if part.frame else kept
         shown = set(kept)
         if part.references:
-            references += [r for r, text in zip(part.references, part.lines, strict=True) if text in shown]
+            references += [r for r, text in zip(part.references, part.lines, strict=True) if r and text in shown]
     return _Shown(lines=lines, references=references)
 
 

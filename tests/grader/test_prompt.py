@@ -83,14 +83,14 @@ def test_compact_shows_citable_lines_of_every_passing_candidate() -> None:
     start = lines.index(f"## {by_slot['g1/2.0']} pass")
     assert lines[start + 1 : start + 5] == [
         "turn:1 cat -n shop/core.py",
-        "turn:2 sed -i '4s/-/+/' shop/core.py",
+        "turn:2 sed -i '4s/-/+/' shop...",
         "shop/core.py:2 +     if items == [1, 2]:",
         "shop/core.py:3 +         return 3",
     ]
     start = lines.index(f"## {by_slot['g1/3.0']} fail")
     assert lines[start + 1 : start + 4] == [
         "shop/core.py:4 -         result -= item",
-        "shop/core.py:4 +         result += item",
+        "+         result += item",
         "log OK",
     ]
     assert lines[-1] == "## grade " + " ".join(c.label for c in group.passing)
