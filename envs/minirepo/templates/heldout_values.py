@@ -120,7 +120,7 @@ SHAPES: tuple[Shape, ...] = (
         call="$h($x)",
         call_fix="$h($x, $d)",
         args=lambda d: ([] if d.maybe(0.3) else d.numbers(1, 3),),
-        symptoms=("the default should be $d",),
+        symptoms=("by default it should use $d",),
     ),
     Shape(
         name="stock_default",
