@@ -1,0 +1,63 @@
+"""The configurations in configs/ and the page that explains every key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from checkpoint_folders import write_model
+
+from configs.check import load_run
+from configs.problems import known_keys
+from configs.reference import field_documents, render
+from configs.schema import AdvantageMode, RunConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = ROOT / "configs"
+ARMS = sorted((CONFIGS / "arms").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("name", ["quickstart", "learn"])
+def test_shipped_runs_pass_every_check(name: str) -> None:
+    config = load_run(CONFIGS / f"{name}.yaml").config
+    assert config.name == name
+    assert config.algorithm.mode is AdvantageMode.REDISTRIBUTE
+    assert {source.type for source in config.sources.values()} == {"minirepo", "files", "arith"}
+
+
+def test_the_cluster_passes_once_its_folders_are_filled_in(tmp_path: Path) -> None:
+    policy = write_model(tmp_path / "policy", positions=32768, heads=32)
+    grader = write_model(tmp_path / "grader", positions=131072, heads=64)
+    overrides = [f"engine.model={policy}", f"learner.model={policy}", f"grader.backend.engine.model={grader}"]
+    config = load_run(CONFIGS / "cluster.yaml", overrides).config
+    engines = config.engine.replicas * config.engine.tensor_parallel_size
+    assert config.grader is not None
+    assert config.grader.backend.type == "vllm"
+    graders = config.grader.backend.engine.replicas * config.grader.backend.engine.tensor_parallel_size
+    assert engines + graders + config.learner.world_size == 64
+
+
+@pytest.mark.parametrize("arm", ARMS, ids=[arm.stem for arm in ARMS])
+def test_each_arm_changes_the_mode_and_passes(arm: Path) -> None:
+    config = load_run(CONFIGS / "learn.yaml", arms=[arm]).config
+    assert config.algorithm.mode.value == arm.stem
+    assert (config.grader is None) == (config.algorithm.mode is AdvantageMode.OUTCOME)
+
+
+def test_there_is_an_arm_for_each_mode() -> None:
+    assert {arm.stem for arm in ARMS} == {mode.value for mode in AdvantageMode}
+
+
+def test_the_page_of_keys_is_what_the_schema_says() -> None:
+    page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    assert page == render(), "run `make docs`"
+
+
+def test_every_key_is_explained() -> None:
+    page = render()
+    assert [key for key in known_keys(RunConfig) if f"| `{key.rsplit('.', 1)[-1]}` |" not in page] == []
+    assert [line for line in page.splitlines() if line.startswith("| `") and line.endswith("|  |")] == []
+
+
+def test_inherited_docstrings_reach_the_page() -> None:
+    assert field_documents()["ArithSource"]["groups_per_step"].startswith("B_i: groups of this source")
