@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import uuid
 from dataclasses import dataclass, field
 
 from configs.schema import GraderConfig, RubricConfig
@@ -93,7 +94,8 @@ class GraderWorker:
             order_seed=request.order_seed,
         )
         run.labels = {c.label: c.trajectory.trajectory_id for c in group.candidates}
-        dialogue, prompt = self._open(group, f"{request.group_id}/grade{request.attempt}")
+        # The engine wants unique ids, and one group can be asked for again while a lost worker's request still runs.
+        dialogue, prompt = self._open(group, f"{request.group_id}/grade{request.attempt}-{uuid.uuid4().hex[:12]}")
         for round_left in range(self.config.repair_rounds, -1, -1):
             completion = await dialogue.ask(prompt.schema)
             run.count(completion)
