@@ -275,7 +275,7 @@ def _unique(draw: Draw) -> _Job:
 
 
 def _first_lines(draw: Draw) -> _Job:
-    lines, count = draw.words(3, 5), draw.number(1, 2)
+    lines, count = draw.words(4, 6), draw.number(2, 3)
     return _computed(
         draw, lines, _text(lines[:count]), f"head -n {count} @", f"tail -n {count} @", {"count": str(count)}
     )
