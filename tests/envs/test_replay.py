@@ -105,7 +105,9 @@ def test_unittest_line_equals_the_real_one(tmp_path: Path, environment: dict[str
         _write(tmp_path / str(number), trace.task.files)
         expected = replay(trace.task, trace.actions)
         assert expected == _shell(trace.actions[:-1], tmp_path / str(number), environment), trace.actions
-        lines |= {output for (output, _), action in zip(expected, trace.actions, strict=False) if action == TEST_COMMAND}
+        lines |= {
+            output for (output, _), action in zip(expected, trace.actions, strict=False) if action == TEST_COMMAND
+        }
     assert {"OK\n", "FAILED (failures=1)\n", "FAILED (errors=1)\n"} <= lines
 
 
@@ -144,7 +146,15 @@ def _task(files: Mapping[str, str], verifier: HiddenTests | FinalState | ExactAn
 
 @pytest.mark.parametrize(
     "command",
-    ["python3 x.py", "ls -la", 'echo "$HOME"', "cat a*", "sed -i 's/\\(a\\)/b/' f", "grep -n 'a.b' f", "echo a; echo b"],
+    [
+        "python3 x.py",
+        "ls -la",
+        'echo "$HOME"',
+        "cat a*",
+        "sed -i 's/\\(a\\)/b/' f",
+        "grep -n 'a.b' f",
+        "echo a; echo b",
+    ],
 )
 def test_unknown_forms_are_refused(command: str) -> None:
     task = _task({"f": "a\n"}, FinalState(files={}))
