@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -26,6 +26,8 @@ FAILING_CHARS = 240
 _COMPACT_COMMAND_CHARS = 24
 _FULL_COMMAND_CHARS = 160
 _COMPACT_CONTEXT_LINES = 2
+_MAX_RANKED = 5
+"""Passing candidates up to which the compact schema lists every possible ranking (541 of five, 4683 of six)."""
 _MAX_ENUM = 64
 """References of one candidate that the compact schema lists."""
 
@@ -79,7 +81,8 @@ def verdict_schema(group: CandidateGroup, references: Mapping[str, Sequence[str]
     """JSON schema of this group's verdict: its passing labels in order, all required, nothing else.
 
     Args:
-        references: label -> the citations that may be used; without it, any string may.
+        references: label -> the citations that may be used; without it, any string may. With it, every ranking of a
+            few candidates is spelled out too, so that a small model can neither forget nor repeat one.
     """
     labels = [c.label for c in group.passing]
     label = {"type": "string", "enum": labels}
@@ -97,10 +100,25 @@ def verdict_schema(group: CandidateGroup, references: Mapping[str, Sequence[str]
     return _object(
         {
             "candidates": _object({name: candidate(name) for name in labels}),
-            "ranking": {"type": "array", "items": tied, "minItems": 1, "maxItems": len(labels)},
+            "ranking": {"enum": list(_rankings(labels))}
+            if references is not None and len(labels) <= _MAX_RANKED
+            else {"type": "array", "items": tied, "minItems": 1, "maxItems": len(labels)},
             "hacks": {"type": "array", "items": hack, "maxItems": len(labels)},
         }
     )
+
+
+def _rankings(labels: Sequence[str]) -> Iterator[list[list[str]]]:
+    """Every order of the labels with every combination of ties; tied labels keep their order."""
+    if not labels:
+        yield []
+        return
+    first, *others = labels
+    for ranking in _rankings(others):
+        for place in range(len(ranking) + 1):
+            yield [*ranking[:place], [first], *ranking[place:]]
+        for place, tied in enumerate(ranking):
+            yield [*ranking[:place], [first, *tied], *ranking[place + 1 :]]
 
 
 def _object(properties: Mapping[str, Any]) -> dict[str, Any]:

@@ -317,6 +317,22 @@ def test_the_compact_schema_lists_what_may_be_cited() -> None:
     assert evidence["items"]["enum"] == ["turn:1", "turn:2", "shop/core.py:2", "shop/core.py:3"]
 
 
+@pytest.mark.parametrize(("passing", "rankings"), [(1, 1), (2, 3), (3, 13), (4, 75), (5, 541)])
+def test_the_compact_schema_lists_every_ranking_of_a_few(passing: int, rankings: int) -> None:
+    """Ordered set partitions, counted by the Fubini numbers."""
+    group = group_of([(True, CLEAN)] * passing + [(False, CLEAN)])
+    ranking = json.loads(build_prompt(group, style="compact", prompt_chars=6000).schema)["properties"]["ranking"]
+    names = sorted(c.label for c in group.passing)
+    assert len(ranking["enum"]) == rankings == len({json.dumps(r) for r in ranking["enum"]})
+    assert all(sorted(label for tied in r for label in tied) == names for r in ranking["enum"])
+
+
+def test_of_many_candidates_the_schema_bounds_the_ranking() -> None:
+    group = group_of([(True, CLEAN)] * 6 + [(False, CLEAN)])
+    ranking = json.loads(build_prompt(group, style="compact", prompt_chars=6000).schema)["properties"]["ranking"]
+    assert ranking["maxItems"] == 6
+
+
 def test_a_candidate_without_anything_to_cite() -> None:
     request, transcripts = request_of([(True, ""), (False, "")])
     bare = [dataclasses.replace(t, turns=(turn("submit", "", None),), test_log="") for t in transcripts]
