@@ -27,10 +27,9 @@ test-fast: setup ## Tests that start neither vLLM, Ray nor DeepSpeed
 	@$(BIN)/python -m pytest -m "not e2e and not gpu" $(ARGS)
 
 lint: setup ## What pre-commit and CI check: ruff, format, mypy, import order
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	$(BIN)/lint-imports
+	@failed=; for check in "ruff check ." "ruff format --check ." mypy lint-imports; do \
+	  echo "== $$check"; $(BIN)/$$check || failed="$$failed [$$check]"; \
+	done; if [ -n "$$failed" ]; then echo "failed:$$failed" >&2; exit 1; fi
 
 format: setup ## Let ruff mend what it can
 	$(BIN)/ruff check --fix .
