@@ -7,7 +7,6 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 lock=${1:-requirements/cpu.txt}
 venv=${VENV:-.venv}
-python=${PYTHON:-python3.11}
 torch_index=https://download.pytorch.org/whl/cpu
 log=$venv/install.log
 
@@ -37,10 +36,14 @@ logged_pip() {
   return "$status"
 }
 
-command -v "$python" >/dev/null 2>&1 \
-  || die "$python was not found. Install Python 3.11 (e.g. apt-get install python3.11 python3.11-venv, or pyenv install 3.11) or name it: make PYTHON=/path/to/python3.11 ..."
-version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
-[ "$version" = 3.11 ] || die "$python is Python $version; the lock is for 3.11. Name another one: make PYTHON=/path/to/python3.11 ..."
+python=
+for candidate in "${PYTHON:-python3.11}" python3.11 python3; do
+  if [ "$("$candidate" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)" = 3.11 ]; then
+    python=$candidate
+    break
+  fi
+done
+[ -n "$python" ] || die "no Python 3.11 was found, and the lock is for that version. Install it (apt-get install python3.11 python3.11-venv, or pyenv install 3.11), or name it: make PYTHON=/path/to/python3.11 ..."
 
 if ! "$venv/bin/python" -c 'import pip' >/dev/null 2>&1; then
   say "creating $venv with $("$python" --version)"
