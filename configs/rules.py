@@ -215,7 +215,7 @@ def _engines(config: RunConfig) -> Iterator[tuple[str, EngineConfig]]:
 
 
 def engine_device(config: RunConfig) -> Iterator[Problem]:
-    """Keys of the other device, and GPUs that Ray would not hand out."""
+    """Keys of the other device, and GPUs that do not fit."""
     for key, engine in _engines(config):
         if engine.device == "cpu":
             yield from _idle(config, f"{key}.gpu_memory_utilization", f"{key}.device = cpu", "use kv_cache_gib")
@@ -243,17 +243,34 @@ def learner_device(config: RunConfig) -> Iterator[Problem]:
         yield _problem(config, "learner.dtype", "is supported with device cuda only; choose float32")
     wanted = 1 if learner.device == "cuda" else 0
     yield from _gpus(config, "learner.resources", learner.resources, wanted, learner.device)
-    if config.engine.weight_transfer == "nccl" and learner.device == "cpu" and config.engine.device == "cuda":
+    if learner.dtype == "bfloat16" and learner.zero_stage == 0:
+        yield _problem(
+            config,
+            "learner.zero_stage",
+            "would accumulate gradients in bfloat16; raise it to 1 or more, or choose learner.dtype = float32",
+        )
+    engine = config.engine
+    if engine.device == "cuda" and engine.weight_transfer == "ray_object" and engine.tensor_parallel_size > 1:
+        yield _problem(
+            config,
+            "engine.weight_transfer",
+            f"reaches engines on one GPU only, and engine.tensor_parallel_size = {engine.tensor_parallel_size}; "
+            "choose nccl",
+        )
+    if engine.weight_transfer == "nccl" and learner.device == "cpu" and engine.device == "cuda":
         yield _problem(
             config, "engine.weight_transfer", "needs learner.device = cuda as well; choose ray_object for a CPU learner"
         )
 
 
 def _gpus(config: RunConfig, key: str, resources: Resources, wanted: int, device: str) -> Iterator[Problem]:
-    if resources.gpus == wanted or (wanted == 1 and 0 < resources.gpus <= 1):
+    """0 asks for what is wanted; a share of one GPU lets actors live together on it."""
+    if resources.gpus in (0, wanted) or (wanted == 1 and resources.gpus < 1):
         return
-    reason = f"device = {device} and Ray shows an actor only the GPUs it asked for" if wanted else "device = cpu"
-    yield _problem(config, f"{key}.gpus", f"must be {wanted}, because {reason}; set it")
+    if device == "cpu":
+        yield _problem(config, f"{key}.gpus", "would leave GPUs idle, because device = cpu; set it to 0")
+    else:
+        yield _problem(config, f"{key}.gpus", f"does not fit the {wanted} GPUs that one actor uses; set it to {wanted}")
 
 
 def grader_engine(config: RunConfig) -> Iterator[Problem]:

@@ -282,7 +282,7 @@ class Resources(Section):
     cpus: NonNegativeFloat = 0.0
     """Ray CPUs of one actor; 0 leaves the placement free."""
     gpus: NonNegativeFloat = 0.0
-    """GPUs of one actor. Ray shows an actor only the GPUs it asked for."""
+    """GPUs of one actor; 0 on device cuda: one for a learner rank, tensor_parallel_size for an engine."""
     custom: dict[str, PositiveFloat] = {}
     """Custom Ray resources, e.g. {grader_node: 1}, to tie a pool to a node type."""
 

@@ -91,7 +91,7 @@ def _pools(config: RunConfig) -> list[PoolPlan]:
             actors=learner.world_size,
             each=f"{learner.device}, {learner.dtype}, ZeRO {learner.zero_stage}",
             cpus=learner.world_size * learner.resources.cpus,
-            gpus=learner.world_size * learner.resources.gpus,
+            gpus=learner.world_size * (learner.resources.gpus or float(learner.device == "cuda")),
         ),
     ]
     if grader is None:
@@ -114,13 +114,15 @@ def _pools(config: RunConfig) -> list[PoolPlan]:
 
 
 def _engine_pool(name: str, engine: EngineConfig) -> PoolPlan:
+    gpus = engine.resources.gpus or (engine.tensor_parallel_size if engine.device == "cuda" else 0)
     parallel = f", tensor parallel {engine.tensor_parallel_size}" if engine.tensor_parallel_size > 1 else ""
     return PoolPlan(
         name=name,
         actors=engine.replicas,
         each=f"vLLM on {engine.device}, {engine.dtype}, {engine.max_model_len:,} tokens of context{parallel}",
         cpus=engine.replicas * engine.resources.cpus,
-        gpus=engine.replicas * engine.resources.gpus,
+        gpus=engine.replicas
+        * (engine.resources.gpus or (engine.tensor_parallel_size if engine.device == "cuda" else 0)),
     )
 
 

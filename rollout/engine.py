@@ -191,11 +191,6 @@ class EnginePool:
 
     def __init__(self, config: EngineConfig, *, name: str = "policy", seed: int = 0) -> None:
         """Raises ConfigError where the combination cannot run."""
-        if config.weight_transfer == "ray_object" and config.tensor_parallel_size > 1:
-            raise ConfigError(
-                "engine.weight_transfer=ray_object reaches engines of one process only, and "
-                f"engine.tensor_parallel_size is {config.tensor_parallel_size}; use weight_transfer=nccl"
-            )
         if config.weight_transfer == "nccl" and config.device != "cuda":
             raise ConfigError("engine.weight_transfer=nccl needs engine.device=cuda; use ray_object on a CPU")
         self.config = config
@@ -252,7 +247,12 @@ class EnginePool:
         return EngineClient(self.name, self.handles)
 
     def transfer_target(self) -> TransferTarget:
-        """For the learner's `Publisher`."""
+        """For the learner's `Publisher`. Raises ConfigError where updates cannot reach these engines."""
+        if self.config.weight_transfer == "ray_object" and self.config.tensor_parallel_size > 1:
+            raise ConfigError(
+                "engine.weight_transfer=ray_object reaches engines of one process only, and "
+                f"engine.tensor_parallel_size is {self.config.tensor_parallel_size}; use weight_transfer=nccl"
+            )
         return TransferTarget(
             backend=self.config.weight_transfer,
             handles=tuple(self.handles),

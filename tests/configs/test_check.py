@@ -14,8 +14,9 @@ from configs.rules import RULES
 from configs.schema import RunConfig
 
 ENDPOINT = "grader={backend: {type: endpoint, base_url: 'https://host/v1', model: m}}"
-CUDA_ENGINE = ("engine.device=cuda", "engine.resources.gpus=1")
-CUDA_LEARNER = ("learner.device=cuda", "learner.resources.gpus=1")
+CUDA_ENGINE = ("engine.device=cuda",)
+CUDA_LEARNER = ("learner.device=cuda",)
+CUDA = (*CUDA_ENGINE, *CUDA_LEARNER)
 
 
 def refusals(file: Path, *overrides: str) -> list[str]:
@@ -116,21 +117,34 @@ ONE_PROBLEM: list[tuple[tuple[str, ...], str]] = [
         "engine.weight_transfer = nccl: needs learner.device = cuda as well; choose ray_object for a CPU learner",
     ),
     (
-        ("engine.device=cuda",),
-        "engine.resources.gpus = 0.0: must be 1, because device = cuda and Ray shows an actor only the GPUs it asked",
+        (
+            "engine.device=cuda",
+            "engine.tensor_parallel_size=2",
+            "engine.resources.gpus=1",
+            "engine.weight_transfer=nccl",
+        )
+        + CUDA_LEARNER,
+        "engine.resources.gpus = 1.0: does not fit the 2 GPUs that one actor uses; set it to 2",
     ),
     (
-        ("engine.device=cuda", "engine.tensor_parallel_size=2", "engine.resources.gpus=1"),
-        "engine.resources.gpus = 1.0: must be 2",
+        ("engine.device=cuda", "engine.tensor_parallel_size=2"),
+        "engine.weight_transfer = ray_object: reaches engines on one GPU only, and engine.tensor_parallel_size = 2",
     ),
-    (("engine.resources.gpus=1",), "engine.resources.gpus = 1.0: must be 0, because device = cpu; set it"),
+    (("engine.resources.gpus=1",), "engine.resources.gpus = 1.0: would leave GPUs idle, because device = cpu"),
     (
-        (*CUDA_ENGINE, "engine.tensor_parallel_size=3", "engine.resources.gpus=3"),
+        ("engine.device=cuda", "engine.tensor_parallel_size=3", "engine.weight_transfer=nccl", *CUDA_LEARNER),
         "engine.tensor_parallel_size = 3: does not divide the 4 attention heads of policy; change it",
     ),
-    (("learner.device=cuda",), "learner.resources.gpus = 0.0: must be 1"),
+    (("learner.device=cuda", "learner.resources.gpus=2"), "learner.resources.gpus = 2.0: does not fit the 1 GPUs"),
+    (
+        ("learner.device=cuda", "learner.dtype=bfloat16"),
+        "learner.zero_stage = 0: would accumulate gradients in bfloat16; raise it to 1 or more",
+    ),
     ((*CUDA_LEARNER, "learner.threads=2"), "learner.threads = 2: has no effect, because learner.device = cuda"),
-    (("learner.dtype=bfloat16",), "learner.dtype = bfloat16: is supported with device cuda only; choose float32"),
+    (
+        ("learner.dtype=bfloat16", "learner.zero_stage=1"),
+        "learner.dtype = bfloat16: is supported with device cuda only; choose float32",
+    ),
     (
         ("learner.offload_optimizer=true", "learner.zero_stage=2"),
         "learner.offload_optimizer = true: has no effect on learner.device = cpu; set it to false",
@@ -188,6 +202,8 @@ def test_refused_with_one_line(run_file: Path, overrides: tuple[str, ...], expec
         (*CUDA_LEARNER, "learner.zero_stage=1", "learner.offload_optimizer=true", "learner.dtype=bfloat16"),
         ("learner.zero_stage=3", "learner.world_size=2"),
         ("engine.gpu_memory_utilization=null",),
+        (*CUDA_ENGINE, "engine.resources.gpus=0.5", *CUDA_LEARNER, "learner.resources.gpus=0.5"),
+        ("grader.backend.engine.device=cuda", "grader.backend.engine.tensor_parallel_size=4"),
         ("sources.chat.groups_per_step=0",),
         ("eval=null",),
         ("eval.before=false",),
