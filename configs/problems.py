@@ -171,3 +171,26 @@ def known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
         for section in sections:
             keys += [key for key in known_keys(section, f"{dotted}.") if key not in keys]
     return keys
+
+
+def is_set(config: BaseModel, dotted: str) -> bool:
+    """Whether the user wrote this key (a default does not count)."""
+    value: Any = config
+    for part in dotted.split("."):
+        if isinstance(value, BaseModel):
+            if part not in value.model_fields_set:
+                return False
+            value = getattr(value, part)
+        elif isinstance(value, dict) and part in value:
+            value = value[part]
+        else:
+            return False
+    return True
+
+
+def value_at(config: BaseModel, dotted: str) -> Any:
+    """The value of a dotted key."""
+    value: Any = config
+    for part in dotted.split("."):
+        value = value[part] if isinstance(value, dict) else getattr(value, part)
+    return value

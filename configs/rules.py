@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from configs.models import missing_files, read_facts
-from configs.problems import KeyPath, Problem, show
+from configs.problems import KeyPath, Problem, is_set, show, value_at
 from configs.schema import (
     AdvantageMode,
     EndpointGraderBackend,
@@ -24,29 +24,6 @@ from configs.schema import (
     RunConfig,
     VllmGraderBackend,
 )
-
-
-def is_set(config: BaseModel, dotted: str) -> bool:
-    """Whether the user wrote this key (a default does not count)."""
-    value: Any = config
-    for part in dotted.split("."):
-        if isinstance(value, BaseModel):
-            if part not in value.model_fields_set:
-                return False
-            value = getattr(value, part)
-        elif isinstance(value, dict) and part in value:
-            value = value[part]
-        else:
-            return False
-    return True
-
-
-def value_at(config: BaseModel, dotted: str) -> Any:
-    """The value of a dotted key."""
-    value: Any = config
-    for part in dotted.split("."):
-        value = value[part] if isinstance(value, dict) else getattr(value, part)
-    return value
 
 
 def _problem(config: RunConfig, dotted: str, message: str) -> Problem:

@@ -121,8 +121,7 @@ def _engine_pool(name: str, engine: EngineConfig) -> PoolPlan:
         actors=engine.replicas,
         each=f"vLLM on {engine.device}, {engine.dtype}, {engine.max_model_len:,} tokens of context{parallel}",
         cpus=engine.replicas * engine.resources.cpus,
-        gpus=engine.replicas
-        * (engine.resources.gpus or (engine.tensor_parallel_size if engine.device == "cuda" else 0)),
+        gpus=engine.replicas * gpus,
     )
 
 

@@ -117,13 +117,7 @@ ONE_PROBLEM: list[tuple[tuple[str, ...], str]] = [
         "engine.weight_transfer = nccl: needs learner.device = cuda as well; choose ray_object for a CPU learner",
     ),
     (
-        (
-            "engine.device=cuda",
-            "engine.tensor_parallel_size=2",
-            "engine.resources.gpus=1",
-            "engine.weight_transfer=nccl",
-        )
-        + CUDA_LEARNER,
+        (*CUDA, "engine.tensor_parallel_size=2", "engine.resources.gpus=1", "engine.weight_transfer=nccl"),
         "engine.resources.gpus = 1.0: does not fit the 2 GPUs that one actor uses; set it to 2",
     ),
     (
