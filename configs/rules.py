@@ -216,8 +216,6 @@ def learner_device(config: RunConfig) -> Iterator[Problem]:
         yield _problem(config, "learner.offload_optimizer", "has no effect on learner.device = cpu; set it to false")
     elif learner.offload_optimizer and learner.zero_stage == 0:
         yield _problem(config, "learner.offload_optimizer", "needs learner.zero_stage >= 1; raise the stage")
-    if learner.device == "cpu" and learner.dtype == "bfloat16":
-        yield _problem(config, "learner.dtype", "is supported with device cuda only; choose float32")
     wanted = 1 if learner.device == "cuda" else 0
     yield from _gpus(config, "learner.resources", learner.resources, wanted, learner.device)
     if learner.dtype == "bfloat16" and learner.zero_stage == 0:

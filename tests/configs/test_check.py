@@ -136,10 +136,6 @@ ONE_PROBLEM: list[tuple[tuple[str, ...], str]] = [
     ),
     ((*CUDA_LEARNER, "learner.threads=2"), "learner.threads = 2: has no effect, because learner.device = cuda"),
     (
-        ("learner.dtype=bfloat16", "learner.zero_stage=1"),
-        "learner.dtype = bfloat16: is supported with device cuda only; choose float32",
-    ),
-    (
         ("learner.offload_optimizer=true", "learner.zero_stage=2"),
         "learner.offload_optimizer = true: has no effect on learner.device = cpu; set it to false",
     ),
@@ -195,6 +191,7 @@ def test_refused_with_one_line(run_file: Path, overrides: tuple[str, ...], expec
         (*CUDA_ENGINE, "engine.gpu_memory_utilization=0.8", *CUDA_LEARNER, "engine.weight_transfer=nccl"),
         (*CUDA_LEARNER, "learner.zero_stage=1", "learner.offload_optimizer=true", "learner.dtype=bfloat16"),
         ("learner.zero_stage=3", "learner.world_size=2"),
+        ("learner.zero_stage=1", "learner.dtype=bfloat16"),
         ("engine.gpu_memory_utilization=null",),
         (*CUDA_ENGINE, "engine.resources.gpus=0.5", *CUDA_LEARNER, "learner.resources.gpus=0.5"),
         ("grader.backend.engine.device=cuda", "grader.backend.engine.tensor_parallel_size=4"),
