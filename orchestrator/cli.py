@@ -84,7 +84,7 @@ def train(
     raise typer.Exit(code)
 
 
-@app.command(epilog="Example: gagar sft configs/sft-policy.yaml output=/tmp/policy")
+@app.command(epilog="Example: gagar sft configs/sft/policy.yaml")
 def sft(
     recipe: Annotated[Path, typer.Argument(help="Recipe of a warm-up checkpoint.")],
     overrides: Overrides = None,
