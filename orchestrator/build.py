@@ -139,10 +139,12 @@ async def _train(
 
 
 def run_eval(config: RunConfig, checkpoint: Path | None) -> int:
-    """Evaluate the configuration's policy, or a checkpoint's HF folder, on held-out tasks; prints the result."""
+    """Evaluate the configuration's policy on held-out tasks, or that of a run's checkpoint or of an HF folder; prints
+    the result."""
     settings = config.eval or EvalConfig()
     if checkpoint is not None:
-        engine = config.engine.model_copy(update={"model": str(checkpoint)})
+        policy = checkpoint / "policy"
+        engine = config.engine.model_copy(update={"model": str(policy if policy.is_dir() else checkpoint)})
         config = config.model_copy(update={"engine": engine})
     progress = Progress(0, config.telemetry.progress_every_s)
 

@@ -183,7 +183,7 @@ def test_a_group_nobody_could_verify_is_a_broken_task(tmp_path: Path) -> None:
             return trajectory(trajectory_id, task=task, status=Status.INFRA_VERIFIER)
         return even_slots_pass(task, trajectory_id, group_id)
 
-    run = Run(tmp_path, run_config(steps=3), rollout=rollout)
+    run = Run(tmp_path, run_config(steps=3, rollout={"infra_retries": 0}), rollout=rollout)
     groups = {g["group_id"]: g for g in run.go()}
     assert groups["code-000000"]["outcome"] == "skipped_broken_task"
 
