@@ -469,7 +469,8 @@ class SchedulerConfig(Section):
     """The driver."""
 
     max_inflight_groups: PositiveInt = 12
-    """Groups between dispatch and training (rolling out, graded, or ready)."""
+    """Groups that roll out, are graded or are in the running step. Groups that wait for their batch are bounded by the
+    quotas and max_staleness instead, so that the surplus of one source never keeps out another."""
     max_staleness: NonNegativeInt = 2
     """Optimiser steps between sampling a token and training on it; an older group is dropped and counted (M6.4)."""
     alpha: Probability = 0.5

@@ -196,6 +196,11 @@ class Ledger:
         """Groups between admission and their end, those in the running optimiser step included."""
         return len(self._rolling) + len(self._grading) + self.count(Stage.READY) + len(self._training)
 
+    @property
+    def inflight(self) -> int:
+        """Living groups but those that wait for their batch."""
+        return self.living - self.count(Stage.READY)
+
     def pending(self) -> dict[str, list[int]]:
         """Source -> task indices of all living groups but those in the running step: a resume samples them again."""
         groups: list[RollingGroup | CompleteGroup] = [*self._rolling.values(), *self._grading.values()]

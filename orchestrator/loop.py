@@ -170,7 +170,7 @@ class Scheduler:
     def _next_source(self) -> str | None:
         """The bound on staleness is structural: no more groups live than the next `max_staleness + 1` steps train."""
         limits = self.config.scheduler
-        if self.ledger.living - self.ledger.count(Stage.READY) >= limits.max_inflight_groups:
+        if self.ledger.inflight >= limits.max_inflight_groups:
             return None
         outstanding = {name: sum(self.ledger.count(stage, name) for stage in Stage) for name in self.mixer.sources}
         steps = min(limits.max_staleness + 1, self.config.steps - self.step)

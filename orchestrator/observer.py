@@ -122,7 +122,7 @@ class RunObserver:
                 )
                 for name, s in scheduler.mixer.sources.items()
             },
-            living=ledger.living,
+            living=ledger.inflight,
             max_living=self._config.scheduler.max_inflight_groups,
             oldest_rollout_s=oldest[Stage.ROLLING],
             oldest_grading_s=oldest[Stage.GRADING],

@@ -66,7 +66,7 @@ class ProgressSnapshot:
     """By name: `rollout`, and `grader` where there is one."""
     sources: Mapping[str, SourceLoad]
     living: int
-    """Groups between admission and their end."""
+    """Groups that roll out, are graded or are in the running step."""
     max_living: int
     """The in-flight limit on them."""
     oldest_rollout_s: float | None
