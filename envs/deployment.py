@@ -20,17 +20,18 @@ from swerex.runtime.abstract import AbstractRuntime, Command
 from swerex.runtime.remote import RemoteRuntime
 
 from configs.schema import DockerSandbox, ModalSandbox, RemoteSandbox
-from envs.rex import FILE_TIMEOUT_S, RUNTIME_FAULTS, RexSandbox
+from envs.rex import FILE_TIMEOUT_S, RUNTIME_FAULTS, RexSandbox, quiet_logger
 from envs.sandbox import WORKSPACE, lost
 from infra.errors import SandboxError
 
 LEASE = "/tmp/.gagar-lease"
 LEASE_STALE_MIN = 60
 """A remote server that ran no command for this long, but was never given back, may be taken again."""
-RETRY_S = 0.2
+RETRY_S = 0.5
 KILLED = 137
 GUARD = r"""
 name=$1 limit=$2 command=$3
+exec 2>/dev/null
 mkdir -p /workspace && cd /workspace || exit 125
 touch -c /tmp/.gagar-lease
 out=$(mktemp) || exit 125
@@ -96,7 +97,7 @@ class DeploymentProvider:
         """See `SandboxProvider.start`."""
         try:
             deployment = self.deployment()
-            deployment.logger = logging.getLogger(__name__)
+            deployment.logger = quiet_logger()
             # SWE-ReX blocks its event loop while it pulls and waits, so it gets one of its own.
             await asyncio.to_thread(asyncio.run, deployment.start())
         except ImportError as error:
@@ -176,7 +177,7 @@ class RemoteProvider:
         """See `SandboxProvider.close`: nothing is kept."""
 
     def _sandbox(self, host: str) -> GuardedSandbox:
-        runtime = RemoteRuntime(logger=logging.getLogger(__name__), host=host, auth_token=self._token)
+        runtime = RemoteRuntime(logger=quiet_logger(), host=host, auth_token=self._token)
         return GuardedSandbox(runtime, name=f"remote {host}", release=_give_back)
 
     async def _take(self, sandbox: GuardedSandbox) -> bool:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import logging
 import os
 import re
 import secrets
@@ -33,7 +32,7 @@ from swerex.runtime.remote import RemoteRuntime
 
 from configs.schema import JailSandbox
 from envs import jail_server
-from envs.rex import RUNTIME_FAULTS, RexSandbox
+from envs.rex import RUNTIME_FAULTS, RexSandbox, quiet_logger
 from envs.sandbox import lost
 from infra.errors import SandboxError
 
@@ -189,7 +188,7 @@ class UnixRuntime(RemoteRuntime):
     """SWE-ReX's client over one kept connection to a unix socket, without its retries and its own logging."""
 
     def __init__(self, address: str, token: str) -> None:
-        super().__init__(logger=logging.getLogger(__name__), host="http://jail", auth_token=token)
+        super().__init__(logger=quiet_logger(), host="http://jail", auth_token=token)
         self._address = address
         self._session: aiohttp.ClientSession | None = None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Mapping
 
@@ -20,6 +21,13 @@ FILE_TIMEOUT_S = 60.0
 MAX_READ_BYTES = 4 * 2**20
 RUNTIME_FAULTS = (aiohttp.ClientError, SwerexException, OSError, TimeoutError, RuntimeError, ValueError)
 """What SWE-ReX's clients raise when a server is gone, answers with an error, or answers nonsense."""
+
+
+def quiet_logger() -> logging.Logger:
+    """A logger that says nothing: SWE-ReX logs every failure that it also raises, and we record those."""
+    logger = logging.getLogger("gagar.swerex")
+    logger.setLevel(logging.CRITICAL + 1)
+    return logger
 
 
 class RexSandbox:
