@@ -7,6 +7,7 @@ reference; it imports neither torch nor DeepSpeed.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -91,6 +92,9 @@ class LearnerRank:
     """The Ray actor around a `RankCore`. Its constructor is light: the rendezvous opens before any rank loads."""
 
     def __init__(self, config: LearnerConfig, objective: Objective, temperature: float, rank: int, ranks: int) -> None:
+        # Before torch loads its OpenMP: idle threads that spin, on cores shared with engines and sandboxes, made a step
+        # ten times slower.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         self._setup = (config, objective, temperature)
         self._rank = rank
         self._ranks = ranks
@@ -199,9 +203,10 @@ class LearnerGroup:
 
         Returns the seconds it took. Tokens sampled afterwards carry the new version.
         """
-        seconds = await self.on_ranks(_publish, pool.transfer_target(), version)
+        results = await self.on_ranks(_publish, pool.transfer_target(), version)
+        pool.remember(version, results[0][1])
         self.version = version
-        return float(max(seconds))
+        return float(max(seconds for seconds, _ in results))
 
     async def on_ranks(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """function(core, *args) on every rank at once, results by rank. `function` must be importable there."""
@@ -303,8 +308,8 @@ def _shares(
     return shares, payloads
 
 
-def _publish(core: RankCore, target: TransferTarget, version: int) -> float:
-    """Runs on a rank. The transfer is set up once for each set of engines."""
+def _publish(core: RankCore, target: TransferTarget, version: int) -> tuple[float, dict[str, Any] | None]:
+    """Runs on a rank. The transfer is set up once for each set of engines. Returns seconds and what was sent."""
     from learner.publish import Publisher
 
     if core.publisher is None or core.publisher.target != target:
@@ -313,7 +318,7 @@ def _publish(core: RankCore, target: TransferTarget, version: int) -> float:
         parameters = list(core.engine.module.named_parameters())
         core.publisher = Publisher(target, rank=core.rank, parameters=parameters, full=core.named_full_parameters)
     seconds: float = core.publisher.publish(version)
-    return seconds
+    return seconds, core.publisher.sent
 
 
 def _import_publishing(_: RankCore) -> None:

@@ -56,6 +56,11 @@ class Publisher:
             raise LearnerError(f"weights of version {version} did not reach the engines: {e}") from e
         return time.monotonic() - start_s
 
+    @property
+    def sent(self) -> dict[str, Any] | None:
+        """On rank 0 with `ray_object`: the last update, for `EnginePool.remember`."""
+        return getattr(self._trainer, "sent", None)
+
     def shutdown(self) -> None:
         """Releases communicators."""
         self._trainer.shutdown()

@@ -1,11 +1,12 @@
 """What an inference engine is to everybody else: tokens in, tokens out, with what the loss needs of each sampled token.
 
-Light on purpose: vLLM itself is imported by `rollout.vllm_engine`, inside the engine's own actor only.
+Light on purpose: vLLM itself is imported inside the engine's own actor only (`rollout.vllm_engine`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import time
 from collections.abc import Callable, Sequence
@@ -14,6 +15,11 @@ from typing import Any, Literal, Protocol
 
 from configs.schema import EngineConfig
 from infra.errors import ConfigError, EngineError
+
+_RESTARTS = 3
+"""Restarts of one replica before it counts as dead."""
+_CALLS_AT_ONCE = 10_000
+"""Calls that one replica has open; vLLM queues requests, and a weight update must not wait behind them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,14 +142,14 @@ class EngineClient:
     """`Engine` over the replicas of a pool. Picklable: every worker has its own.
 
     All requests of a group go to one replica, whose prefix cache their siblings fill. If it is lost, also with the
-    request in flight, the group moves to the next live one.
+    request in flight, the group moves to the next one. A replica that was lost is asked again only after all others:
+    it may have been restarted.
     """
 
     def __init__(self, name: str, handles: Sequence[Any]) -> None:
         self.name = name
         self._handles = tuple(handles)
-        self._dead: set[int] = set()
-        self._reason = ""
+        self._suspect: set[int] = set()
 
     async def generate(
         self,
@@ -156,6 +162,7 @@ class EngineClient:
         json_schema: str | None = None,
     ) -> Generation:
         """See `Engine.generate`."""
+        reason = ""
         for replica in self.replicas(request_id):
             handle = self._handles[replica]
             ref = handle.generate.remote(
@@ -169,25 +176,31 @@ class EngineClient:
             try:
                 generation: Generation = await _answer(ref)
             except EngineLost as e:
-                self._dead.add(replica)
-                self._reason = e.message
+                self._suspect.add(replica)
+                reason = e.message
             except asyncio.CancelledError:
                 handle.abort.remote(request_id)
                 raise
             else:
+                self._suspect.discard(replica)
                 return generation
-        raise EngineError(f"no {self.name} engine is left ({self._reason})")
+        raise EngineLost(f"no {self.name} engine answers ({reason})")
 
     def replicas(self, request_id: str) -> list[int]:
-        """Live replicas in the order in which this request tries them; the same for all requests of its group."""
+        """Replicas in the order in which this request tries them; the same for all requests of its group."""
         group = request_id.split("/", 1)[0]
         first = int.from_bytes(hashlib.blake2b(group.encode(), digest_size=8).digest(), "big")
         count = len(self._handles)
-        return [r for r in ((first + i) % count for i in range(count)) if r not in self._dead]
+        ring = [(first + i) % count for i in range(count)]
+        return sorted(ring, key=self._suspect.__contains__)
 
 
 class EnginePool:
-    """Driver-side handle on `config.replicas` engine actors that all serve one checkpoint."""
+    """Driver-side handle on `config.replicas` engine actors that all serve one checkpoint.
+
+    With `ray_object` a replica that dies is restarted, a few times, and given the weights that the learner published
+    last (`remember`). With NCCL it stays away: its place in the communicator is gone.
+    """
 
     def __init__(self, config: EngineConfig, *, name: str = "policy", seed: int = 0) -> None:
         """Raises ConfigError where the combination cannot run."""
@@ -197,16 +210,20 @@ class EnginePool:
         self.name = name
         self.seed = seed
         self.handles: list[Any] = []
+        self.restarts = 0
+        """Losses of a replica so far."""
         self.start_s: float | None = None
         """Seconds from `start` until every replica was ready."""
         self._started_s = 0.0
         self._starting: list[Any] = []
+        self._published: tuple[int, dict[str, Any] | None] = (0, None)
+        self._watching: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
         """Creates the actors, all at once; does not wait for them to load."""
         import ray
 
-        from rollout.vllm_engine import EngineActor, environment
+        from rollout.engine_actor import EngineActor, environment
 
         self._started_s = time.monotonic()
         resources = self.config.resources
@@ -215,7 +232,8 @@ class EnginePool:
             num_cpus=resources.cpus,
             num_gpus=gpus,
             resources=resources.custom or None,
-            max_concurrency=4 * self.config.max_num_seqs + 16,
+            max_concurrency=_CALLS_AT_ONCE,
+            max_restarts=_RESTARTS if self.config.weight_transfer == "ray_object" else 0,
             runtime_env={"env_vars": environment(self.config)},
         )
         for replica in range(self.config.replicas):
@@ -241,6 +259,23 @@ class EnginePool:
 
         await asyncio.gather(*(one(i, ref) for i, ref in enumerate(self._starting)))
         self.start_s = time.monotonic() - self._started_s
+        self._watching = [asyncio.create_task(self._watch(handle)) for handle in self.handles]
+
+    def remember(self, version: int, update_info: dict[str, Any] | None) -> None:
+        """What the learner published last, for replicas that restart: the version, and the `ray_object` update."""
+        self._published = (version, update_info)
+
+    async def _watch(self, handle: Any) -> None:
+        """Gives a replica the current weights whenever Ray has restarted it. Ends with the replica."""
+        while True:
+            with contextlib.suppress(EngineLost):
+                await _answer(handle.gone.remote())
+            self.restarts += 1
+            try:
+                await _answer(handle.ready.remote())
+                await _answer(handle.adopt.remote(*self._published))
+            except EngineError:
+                return
 
     def client(self) -> EngineClient:
         """An `Engine` over this pool, to be given to workers."""
@@ -280,9 +315,11 @@ class EnginePool:
         """Ends the actors at once; requests in flight raise EngineError."""
         import ray
 
+        for task in self._watching:
+            task.cancel()
         for handle in self.handles:
             ray.kill(handle)
-        self.handles = []
+        self.handles, self._watching = [], []
 
 
 async def _answer(ref: Any) -> Any:

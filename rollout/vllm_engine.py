@@ -1,4 +1,4 @@
-"""vLLM inside one process: an `LLMEngine` that a single thread steps, and the Ray actor around it.
+"""vLLM inside one process: an `LLMEngine` that a single thread steps.
 
 In-process because vLLM's own server processes cost three imports of the library at every start. The thread owns the
 engine: requests, weight updates and statistics reach it as commands that it runs between two steps, so a weight update
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
 import queue
 import threading
 import time
@@ -27,42 +26,33 @@ _CPU_BLOCK_TOKENS = 32
 """Prefix-cache granularity on CPU: the smallest block that its attention kernels are made for."""
 
 
-def environment(config: EngineConfig) -> dict[str, str]:
-    """Variables that must be set before vLLM is imported."""
-    env = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_NO_USAGE_STATS": "1",
-        "DO_NOT_TRACK": "1",
-        "HF_HUB_OFFLINE": "1",
-        "TRANSFORMERS_OFFLINE": "1",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_PLUGINS": "gagar_weight_transfer",
-        "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONWARNINGS": "ignore::FutureWarning",
-    }
-    if config.device == "cpu":
-        # The CPU backend leaves the threads alone, so OpenMP's own variable holds.
-        env |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(config.threads)}
-        if config.enforce_eager:
-            # A helper of the sampler is compiled even then: 12 s of g++ at the first token, on every start.
-            env["TORCH_COMPILE_DISABLE"] = "1"
-    return env
-
-
 class VllmEngine:
     """Implements `Engine` for callers in the same process. Raises EngineLost once nothing more can come of it."""
 
-    def __init__(self, config: EngineConfig, *, seed: int = 0) -> None:
-        """Starts loading in the engine's own thread; `await ready()` tells how it went."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        seed: int = 0,
+        held: bool = False,
+        on_lost: Callable[[EngineLost], None] = lambda _: None,
+    ) -> None:
+        """Starts loading in the engine's own thread; `await ready()` tells how it went.
+
+        A `held` engine keeps its requests waiting until it has been given weights, or `release`d. `on_lost` is called
+        if an engine that had been ready is lost.
+        """
         self.config = config
         self.seed = seed
+        self.held = held
         self.version = 0
         """Policy version that the next step samples under."""
         self.start_s: float | None = None
         self._engine: Any = None
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._running: dict[str, Future[Generation]] = {}
-        self._paused = False
+        self._paused = held
+        self._on_lost = on_lost
         self._stopping = False
         self._lost: EngineLost | None = None
         self._generated = self._prompted = self._prompt_hits = 0
@@ -113,6 +103,10 @@ class VllmEngine:
     async def finish(self, version: int) -> None:
         """Ends a weight update: tokens from now on are sampled by `version`."""
         await self._call(lambda: self._finish(version))
+
+    async def release(self) -> None:
+        """Lets a held engine go on with the weights it was loaded with."""
+        await self._call(self._resume)
 
     async def _call(self, work: Callable[[], T]) -> T:
         """Runs `work` in the engine's thread, between two steps."""
@@ -172,12 +166,16 @@ class VllmEngine:
         self._lost = error
         if not self._loaded.done():
             self._loaded.set_exception(error)
+        elif not self._stopping:
+            self._on_lost(error)
         for future in self._running.values():
             future.set_exception(error)
         self._running.clear()
 
     def _load(self) -> None:
         start_s = time.monotonic()
+        if not (Path(self.config.model) / "config.json").is_file():
+            raise EngineLost(f"no HF checkpoint at {self.config.model}; set model to a folder with config.json")
         # Millions of objects are made and none is freed: the collector only costs time (about 1.5 s of 8).
         gc.disable()
         try:
@@ -261,7 +259,10 @@ class VllmEngine:
         self._transfer("finish_weight_update", {})
         self.version = version
         self._engine.set_weight_version(str(version))
-        self._paused = False
+        self._resume()
+
+    def _resume(self) -> None:
+        self._paused = self.held = False
 
     def _stats(self) -> EngineStats:
         scheduler = self._engine.engine_core.engine_core.scheduler
@@ -276,58 +277,6 @@ class VllmEngine:
             kv_usage=scheduler.get_kv_cache_usage(),
             start_s=self.start_s or 0.0,
         )
-
-
-class EngineActor:
-    """One replica as a Ray actor. Its weight transfer methods are those that vLLM's trainers call."""
-
-    def __init__(self, config: EngineConfig, name: str, seed: int) -> None:
-        # Set here too: Ray keeps the variables of an environment it has prepared, not those of one it reuses.
-        os.environ.update(environment(config))
-        self._name = name
-        self._engine = VllmEngine(config, seed=seed)
-
-    async def ready(self) -> EngineStats:
-        """Returns when the engine serves. Raises EngineError naming this replica."""
-        try:
-            await self._engine.ready()
-        except EngineError as e:
-            raise EngineError(f"{self._name}: {e}") from None
-        return await self._engine.stats()
-
-    async def generate(self, **request: Any) -> Generation:
-        """See `Engine.generate`."""
-        await self._engine.ready()
-        return await self._engine.generate(**request)
-
-    async def abort(self, request_id: str) -> None:
-        """Drops a request, if it still runs."""
-        self._engine.abort(request_id)
-
-    async def stats(self) -> EngineStats:
-        """Counters now."""
-        return await self._engine.stats()
-
-    async def init_weight_transfer_engine(self, request: Any) -> None:
-        """vLLM's handshake; `request` is a WeightTransferInitRequest."""
-        await self._engine.ready()
-        await self._engine.weight_transfer("init_weight_transfer_engine", init_info=request.init_info)
-
-    async def start_weight_update(self) -> None:
-        """Pauses after the current step, requests in flight kept."""
-        await self._engine.weight_transfer("start_weight_update")
-
-    async def update_weights(self, request: Any) -> None:
-        """Loads; `request` is a WeightTransferUpdateRequest."""
-        await self._engine.weight_transfer("update_weights", update_info=request.update_info)
-
-    async def finish_weight_update(self, version: int) -> None:
-        """Takes the new version and goes on."""
-        await self._engine.finish(version)
-
-    async def shutdown_weight_transfer_engine(self) -> None:
-        """Releases communicators."""
-        await self._engine.weight_transfer("shutdown_weight_transfer_engine")
 
 
 def engine_arguments(config: EngineConfig, seed: int) -> dict[str, Any]:
@@ -395,8 +344,6 @@ def _generation(completion: Any) -> Generation:
 def _load_failure(config: EngineConfig, error: BaseException) -> str:
     """What to tell the user."""
     text = f"{type(error).__name__}: {str(error).strip() or 'no message'}"
-    if not (Path(config.model) / "config.json").is_file():
-        return f"no HF checkpoint at {config.model}; set the engine's model to a folder with config.json"
     if "memory" in text.lower():
         key = "kv_cache_gib" if config.device == "cpu" else "gpu_memory_utilization"
         return f"vLLM could not get its memory ({text}); lower the engine's {key} or max_model_len"

@@ -130,6 +130,8 @@ class RayObjectTrainer(TrainerWeightTransferEngine[RayObjectTrainerInitInfo]):
     """The learner's side: rank 0 stores the parameters and drives the engines, the others help to gather them."""
 
     init_info_cls = RayObjectTrainerInitInfo
+    sent: dict[str, Any] | None = None
+    """On rank 0: the last update, kept for engines that restart."""
 
     @classmethod
     def trainer_init(cls, init_info: RayObjectTrainerInitInfo, *, client: Any, source: Any = None) -> Self:
@@ -144,9 +146,9 @@ class RayObjectTrainer(TrainerWeightTransferEngine[RayObjectTrainerInitInfo]):
             for _ in self.source:
                 pass
             return
-        chunks = list(_store(self.source))
+        self.sent = {"chunks": list(_store(self.source))}
         self.client.start_weight_update()
-        self.client.update_weights({"chunks": chunks})
+        self.client.update_weights(self.sent)
         self.client.finish_weight_update()
 
 
@@ -183,14 +185,16 @@ class EngineSyncClient:
     """Drives the replicas of one engine pool as vLLM's `VLLMWeightSyncClient`; every call waits for all of them.
 
     With `workers` processes a replica (its tensor parallel size), replica i's first one has transfer rank
-    `rank_offset + i * workers`. A replica that has died is left out, unless `strict`, where the others would wait for
-    it in a collective. Raises EngineError.
+    `rank_offset + i * workers`. A replica that dies is left out of the update, unless `strict`, where the others would
+    wait for it in a collective. Raises EngineError.
     """
 
     def __init__(
         self, handles: Sequence[Any], *, workers: int = 1, strict: bool = False, timeout_s: float = 300.0
     ) -> None:
-        self.handles = list(handles)
+        self.handles = tuple(handles)
+        self._left = self.handles
+        """Those that have not died during this update."""
         self.workers = workers
         self.strict = strict
         self.timeout_s = timeout_s
@@ -200,6 +204,7 @@ class EngineSyncClient:
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """The handshake, with each replica's own rank."""
         calls = []
+        self._left = self.handles
         for index, handle in enumerate(self.handles):
             info = dict(init_info)
             if "rank_offset" in info:
@@ -209,28 +214,29 @@ class EngineSyncClient:
 
     def start_weight_update(self) -> None:
         """Engines finish their step and pause; requests in flight stay."""
+        self._left = self.handles
         self._wait([h.start_weight_update.remote() for h in self.handles], "the pause")
 
     def update_weights(self, update_info: Any) -> None:
         """Engines load."""
         request = WeightTransferUpdateRequest(update_info=update_info)
-        self._wait([h.update_weights.remote(request) for h in self.handles], "loading")
+        self._wait([h.update_weights.remote(request) for h in self._left], "loading")
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Engines take the new version and go on."""
         version = self.version if weight_version is None else int(weight_version)
-        self._wait([h.finish_weight_update.remote(version) for h in self.handles], "the end")
+        self._wait([h.finish_weight_update.remote(version) for h in self._left], "the end")
 
     def shutdown_weight_transfer_engine(self) -> None:
         """Releases communicators."""
-        self._wait([h.shutdown_weight_transfer_engine.remote() for h in self.handles], "shutting down")
+        self._wait([h.shutdown_weight_transfer_engine.remote() for h in self._left], "shutting down")
 
     def _wait(self, calls: list[Any], doing: str) -> None:
         import ray
         from ray.exceptions import GetTimeoutError, RayActorError
 
         left = []
-        for handle, call in zip(self.handles, calls, strict=True):
+        for handle, call in zip(self._left, calls, strict=True):
             try:
                 ray.get(call, timeout=self.timeout_s)
             except RayActorError as e:
@@ -244,4 +250,4 @@ class EngineSyncClient:
             left.append(handle)
         if not left:
             raise EngineError(f"every engine was lost during a weight update ({doing})")
-        self.handles = left
+        self._left = tuple(left)

@@ -417,6 +417,9 @@ def test_publish_hands_whole_parameters_to_the_engines(
         def transfer_target(self) -> TransferTarget:
             return TransferTarget(backend="ray_object", handles=self.handles, workers_per_replica=1)
 
+        def remember(self, version: int, update_info: Any) -> None:
+            assert [set(chunk) for chunk in update_info["chunks"]] == [{"names", "dtypes", "shapes", "ref"}]
+
     engine = ray.remote(Recorder).remote()
     items = items_of(rolled)
 

@@ -206,6 +206,7 @@ async def test_weights_change_while_requests_are_in_flight(served: Served) -> No
     assert largest_gap(model, PROMPTS, old) > 0.1, "the new weights must tell the tokens' probabilities apart"
     for version in (1, 2):  # the second update finds layers that were reloaded before
         await asyncio.to_thread(publisher.publish, version)
+        served.pool.remember(version, publisher.sent)
 
     mixed = await flight
     assert all(len(g.token_ids) == 700 for g in mixed)
@@ -221,16 +222,18 @@ async def test_weights_change_while_requests_are_in_flight(served: Served) -> No
     assert (await served.pool.stats()).version == 2
 
 
-async def test_lost_engine_is_an_engine_error_for_requests_in_flight_and_later(served: Served) -> None:
+async def test_restarted_engine_serves_the_published_weights(served: Served) -> None:
     import ray
 
     flight = asyncio.create_task(served.generate(PROMPTS[:2], max_tokens=900))
     await running(served, 2)
-    ray.kill(served.pool.handles[0])
-    with pytest.raises(EngineError, match="no policy engine is left"):
+    ray.kill(served.pool.handles[0], no_restart=False)
+    with pytest.raises(EngineError, match="no policy engine answers"):
         await flight
-    with pytest.raises(EngineError, match="no policy engine is left"):
-        await served.generate(PROMPTS[:1], max_tokens=2)
+    generations = await served.generate(PROMPTS[:4], max_tokens=30)  # waits for the restart
+    assert largest_gap(served.model, PROMPTS[:4], generations) < 1e-3
+    assert all(g.versions == (2,) * 30 for g in generations)
+    assert served.pool.restarts == 1
 
 
 async def running(served: Served, count: int) -> None:
