@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +35,8 @@ class Row:
     """[L]"""
     position_ids: npt.NDArray[np.int64]
     """[L] from 0 in each sequence."""
+    boundaries: tuple[int, ...]
+    """Where the sequences begin, and L at the end."""
     predictors: npt.NDArray[np.int64]
     """[K] index of the token whose logits predict the target (the one before it)."""
     targets: npt.NDArray[np.int64]
@@ -110,6 +113,7 @@ def build_row(samples: Sequence[Sample]) -> Row:
     return Row(
         token_ids=token_ids,
         position_ids=np.concatenate([np.arange(len(payload.token_ids)) for payload in payloads]),
+        boundaries=tuple(accumulate((len(payload.token_ids) for payload in payloads), initial=0)),
         predictors=targets - 1,
         targets=token_ids[targets],
         logprobs=np.concatenate([payload.logprobs[mask] for payload, mask in zip(payloads, masks, strict=True)]),
@@ -123,6 +127,7 @@ _ZERO = np.zeros(1, dtype=np.int64)
 _EMPTY = Row(
     token_ids=_ZERO,
     position_ids=_ZERO,
+    boundaries=(0, 1),
     predictors=_ZERO[:0],
     targets=_ZERO[:0],
     logprobs=_ZERO[:0].astype(np.float32),

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from configs.schema import LearnerConfig, LossConfig, RatioMaskLoss
 from infra.errors import ConfigError, LearnerError
+from learner.attention import PACKED, implementation, register
 from learner.loss import TokenLoss, nll, ppo_clip, ratio_mask, token_logprobs
 from learner.packing import Row, Sample, build_row
 
@@ -168,8 +169,9 @@ class RankCore:
         gap_max = torch.zeros((), device=self.device)
         for index, samples in enumerate(rows):
             self.engine.set_gradient_accumulation_boundary(index == len(rows) - 1)
-            row = self._to_device(build_row(samples))
-            logps, entropy = self._logprobs(row)
+            packed = build_row(samples)
+            row = self._to_device(packed)
+            logps, entropy = self._logprobs(row, packed.boundaries)
             token = self._token_loss(logps, row)
             loss = (token.loss * row["weights"]).sum()
             self.engine.backward(loss * self.world_size, scale_wrt_gas=False)
@@ -231,13 +233,15 @@ class RankCore:
         grads = [p.grad for p in self.engine.module.parameters() if p.grad is not None]
         return float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in grads])))
 
-    def _logprobs(self, row: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _logprobs(self, row: dict[str, torch.Tensor], boundaries: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
         """log pi_theta of the row's targets and the entropy where they were sampled, both [K]."""
+        attention = self.engine.module.config._attn_implementation
         logits = self.engine(
             input_ids=row["token_ids"][None],
             position_ids=row["position_ids"][None],
             use_cache=False,
             logits_to_keep=row["predictors"],
+            **({"cu_seq_lens_q": boundaries} if attention == PACKED else {}),
         ).logits[0]
         return token_logprobs(logits, row["targets"], self.temperature)
 
@@ -252,7 +256,8 @@ class RankCore:
     def _to_device(self, row: Row) -> dict[str, torch.Tensor]:
         import torch
 
-        return {name: torch.from_numpy(getattr(row, name)).to(self.device) for name in Row.__dataclass_fields__}
+        arrays = {name: getattr(row, name) for name in Row.__dataclass_fields__ if name != "boundaries"}
+        return {name: torch.from_numpy(array).to(self.device) for name, array in arrays.items()}
 
     # ---- weights and state ------------------------------------------------------------------------------------------
 
@@ -375,7 +380,7 @@ def _join(device: str, rank: int, world_size: int, store: Any) -> Any:
 def _load_model(config: LearnerConfig) -> Any:
     """The start model in the training dtype, ready for packed rows."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import is_flash_attn_2_available
     from transformers.utils.logging import disable_progress_bar
 
@@ -383,11 +388,12 @@ def _load_model(config: LearnerConfig) -> Any:
     if config.device == "cpu":
         torch.set_num_threads(config.threads)
     flash = config.device == "cuda" and config.dtype == "bfloat16" and is_flash_attn_2_available()
+    register()
     try:
         model = AutoModelForCausalLM.from_pretrained(
             config.model,
             dtype=getattr(torch, config.dtype),
-            attn_implementation="flash_attention_2" if flash else "sdpa",
+            attn_implementation=implementation(AutoConfig.from_pretrained(config.model), flash=flash),
         )
     except (OSError, ValueError) as error:
         raise LearnerError(

@@ -7,8 +7,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM, MistralConfig
 
+from learner.attention import PACKED, implementation, register
 from learner.loss import token_logprobs
 from learner.packing import Sample, balance, build_row, pack, plan
 from rollout.trajectory import Payload
@@ -78,6 +79,7 @@ def test_row_by_hand() -> None:
     )
     assert row.token_ids.tolist() == [5, 6, 7, 8, 9]
     assert row.position_ids.tolist() == [0, 1, 2, 0, 1]
+    assert row.boundaries == (0, 3, 5)
     assert row.predictors.tolist() == [0, 1, 3]
     assert row.targets.tolist() == [6, 7, 9]
     assert row.logprobs.tolist() == pytest.approx([-0.1, -0.2, -0.3])
@@ -111,12 +113,14 @@ def logprobs(model: LlamaForCausalLM, samples: list[Sample]) -> torch.Tensor:
         position_ids=torch.from_numpy(row.position_ids)[None],
         use_cache=False,
         logits_to_keep=torch.from_numpy(row.predictors),
+        cu_seq_lens_q=row.boundaries,
     ).logits[0]
     return token_logprobs(logits, torch.from_numpy(row.targets), 1.0)[0]
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("attention", [PACKED, "sdpa", "eager"])
 def test_packed_logprobs_equal_unpacked_ones(attention: str) -> None:
+    register()
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCAB,
@@ -134,6 +138,8 @@ def test_packed_logprobs_equal_unpacked_ones(attention: str) -> None:
     alone = torch.cat([logprobs(model, [sample]) for sample in samples])
     packed = logprobs(model, samples)
     torch.testing.assert_close(packed, alone, rtol=0, atol=1e-5)
+    model.set_attn_implementation("eager")  # and they are those of another implementation
+    torch.testing.assert_close(packed, logprobs(model, samples), rtol=0, atol=1e-5)
     # Without the restarts the sequences see each other: the equality above is the mask's work.
     row = build_row(samples)
     leaking = model(
@@ -144,3 +150,11 @@ def test_packed_logprobs_equal_unpacked_ones(attention: str) -> None:
     ).logits[0]
     mixed = token_logprobs(leaking.detach(), torch.from_numpy(row.targets), 1.0)[0]
     assert (mixed - alone).abs().max() > 0.1
+
+
+def test_the_implementation_suits_model_and_device() -> None:
+    plain = LlamaConfig()
+    assert implementation(plain, flash=True) == "flash_attention_2"
+    assert implementation(plain, flash=False) == PACKED
+    assert implementation(MistralConfig(sliding_window=64), flash=False) == "sdpa"
+    assert implementation(GPT2Config(), flash=False) == "sdpa"
