@@ -27,6 +27,9 @@ from pathlib import Path
 from typing import IO, Any
 
 import aiohttp
+from aiohttp.client_proto import ResponseHandler
+from aiohttp.client_reqrep import ClientRequest
+from aiohttp.tracing import Trace
 from pydantic import BaseModel
 from swerex.runtime.remote import RemoteRuntime
 
@@ -184,6 +187,23 @@ class JailServer:
         return f"{words}. {_USERNS_HINT}" if words.startswith("bwrap:") else words
 
 
+class _AbstractUnixConnector(aiohttp.UnixConnector):
+    """Connects the socket itself: uvloop, which Ray's actors run on, cuts an abstract address at its leading NUL."""
+
+    async def _create_connection(
+        self, req: ClientRequest, traces: list[Trace], timeout: aiohttp.ClientTimeout
+    ) -> ResponseHandler:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.setblocking(False)
+            await self._loop.sock_connect(sock, self.path)
+            _, protocol = await self._loop.create_unix_connection(self._factory, sock=sock)
+        except OSError as error:
+            sock.close()
+            raise aiohttp.UnixClientConnectorError(self.path, req.connection_key, error) from error
+        return protocol
+
+
 class UnixRuntime(RemoteRuntime):
     """SWE-ReX's client over one kept connection to a unix socket, without its retries and its own logging."""
 
@@ -195,7 +215,7 @@ class UnixRuntime(RemoteRuntime):
     async def _request(self, endpoint: str, payload: BaseModel | None, output_class: Any, num_retries: int = 0) -> Any:
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.UnixConnector(self._address, keepalive_timeout=365 * 86400),
+                connector=_AbstractUnixConnector(self._address, keepalive_timeout=365 * 86400),
                 timeout=aiohttp.ClientTimeout(total=None),
                 headers=self._headers,
             )

@@ -6,6 +6,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from typing import cast
 
 from configs.schema import EvalConfig
 from envs.task import Split, TaskSource
@@ -27,6 +28,8 @@ class EvalResult:
     pass_rate: float | None
     """Mean over all valid trajectories, 0..1; None if all were masked."""
     masked: int
+    first_error: str | None
+    """What the first masked trajectory lost."""
     turns_mean: float | None
     response_tokens_mean: float | None
     pass_rate_by: Mapping[str, float] = field(default_factory=dict)
@@ -53,17 +56,23 @@ async def evaluate(
     """
     tasks = [source.task(Split.HELDOUT, config.seed + i) for i in range(config.tasks)]
 
+    errors: list[str] = []
+
     async def one(i: int, sample: int) -> Trajectory | None:
         group_id = f"eval-{label}-{i:05d}"
         try:
             trajectory, _ = await rollout.call(
                 "rollout", tasks[i], f"{group_id}/{sample}.0", group_id, num_returns=3, timeout_s=2 * wall_s
             )
-        except (ActorLost, ActorTimeout):
+        except (ActorLost, ActorTimeout) as e:
+            errors.append(str(e))
             return None
         finally:
             on_done()
-        return None if trajectory.status.masked else trajectory
+        if trajectory.status.masked:
+            errors.append(f"{trajectory.status}: {trajectory.error}")
+            return None
+        return cast(Trajectory, trajectory)
 
     indices = [(i, sample) for i in range(config.tasks) for sample in range(config.samples)]
     ended = await asyncio.gather(*(one(i, sample) for i, sample in indices))
@@ -80,6 +89,7 @@ async def evaluate(
         samples=config.samples,
         pass_rate=_mean([float(bool(t.passed)) for _, t in valid]),
         masked=len(ended) - len(valid),
+        first_error=errors[0] if errors else None,
         turns_mean=_mean([float(t.turns) for _, t in valid]),
         response_tokens_mean=_mean([float(t.response_tokens) for _, t in valid]),
         pass_rate_by={name: sum(v) / len(v) for name, v in sorted(by_label.items())},
