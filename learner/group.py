@@ -7,6 +7,8 @@ reference; it imports neither torch nor DeepSpeed.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import io
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -322,8 +324,9 @@ def _publish(core: RankCore, target: TransferTarget, version: int) -> tuple[floa
 
 
 def _import_publishing(_: RankCore) -> None:
-    """Runs on a rank, after its start and while others still start."""
-    import rollout.weight_transfer  # noqa: F401
+    """Runs on a rank, after its start and while others still start. vLLM's import prints a line about Triton."""
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        import rollout.weight_transfer  # noqa: F401
 
 
 def _step(
