@@ -18,6 +18,8 @@ from infra.errors import ConfigError, EngineError
 
 _RESTARTS = 3
 """Restarts of one replica before it counts as dead."""
+_SETTLE_S = 2.0
+"""Time that Ray gets to notice a death before the survivors are asked again."""
 _CALLS_AT_ONCE = 10_000
 """Calls that one replica has open; vLLM queues requests, and a weight update must not wait behind them."""
 
@@ -141,9 +143,9 @@ class TransferTarget:
 class EngineClient:
     """`Engine` over the replicas of a pool. Picklable: every worker has its own.
 
-    All requests of a group go to one replica, whose prefix cache their siblings fill. If it is lost, also with the
-    request in flight, the group moves to the next one. A replica that was lost is asked again only after all others:
-    it may have been restarted.
+    All requests of a group go to one replica, whose prefix cache their siblings fill. If it is lost, the request in
+    flight starts again on the next one; nothing of it had been used. A replica that was lost is asked again after all
+    others, and once more a little later: it may be restarting. Only then is the request lost.
     """
 
     def __init__(self, name: str, handles: Sequence[Any]) -> None:
@@ -162,24 +164,32 @@ class EngineClient:
         json_schema: str | None = None,
     ) -> Generation:
         """See `Engine.generate`."""
+        request = {
+            "request_id": request_id,
+            "prompt_ids": tuple(prompt_ids),
+            "max_tokens": max_tokens,
+            "temperature": temperature,
+            "stop_ids": tuple(stop_ids),
+            "json_schema": json_schema,
+        }
+        try:
+            return await self._try_all(request)
+        except EngineLost:
+            await asyncio.sleep(_SETTLE_S)
+            return await self._try_all(request)
+
+    async def _try_all(self, request: dict[str, Any]) -> Generation:
+        """The first replica that answers; one that restarts keeps the request until it serves."""
         reason = ""
-        for replica in self.replicas(request_id):
+        for replica in self.replicas(request["request_id"]):
             handle = self._handles[replica]
-            ref = handle.generate.remote(
-                request_id=request_id,
-                prompt_ids=tuple(prompt_ids),
-                max_tokens=max_tokens,
-                temperature=temperature,
-                stop_ids=tuple(stop_ids),
-                json_schema=json_schema,
-            )
             try:
-                generation: Generation = await _answer(ref)
+                generation: Generation = await _answer(handle.generate.remote(**request))
             except EngineLost as e:
                 self._suspect.add(replica)
                 reason = e.message
             except asyncio.CancelledError:
-                handle.abort.remote(request_id)
+                handle.abort.remote(request["request_id"])
                 raise
             else:
                 self._suspect.discard(replica)
@@ -211,7 +221,7 @@ class EnginePool:
         self.seed = seed
         self.handles: list[Any] = []
         self.restarts = 0
-        """Losses of a replica so far."""
+        """Replicas that were lost and serve again, so far."""
         self.start_s: float | None = None
         """Seconds from `start` until every replica was ready."""
         self._started_s = 0.0
@@ -266,16 +276,20 @@ class EnginePool:
         self._published = (version, update_info)
 
     async def _watch(self, handle: Any) -> None:
-        """Gives a replica the current weights whenever Ray has restarted it. Ends with the replica."""
-        while True:
+        """Gives a replica the current weights whenever Ray has restarted it, until Ray gives it up."""
+        failures = 0
+        while failures < _RESTARTS:
             with contextlib.suppress(EngineLost):
                 await _answer(handle.gone.remote())
-            self.restarts += 1
+            await asyncio.sleep(_SETTLE_S)
             try:
                 await _answer(handle.ready.remote())
                 await _answer(handle.adopt.remote(*self._published))
             except EngineError:
-                return
+                failures += 1
+            else:
+                failures = 0
+                self.restarts += 1
 
     def client(self) -> EngineClient:
         """An `Engine` over this pool, to be given to workers."""
