@@ -94,7 +94,7 @@ async def test_a_cancelled_request_is_aborted_in_its_replica(ray_session: None) 
     with pytest.raises(asyncio.CancelledError):
         await call
     async with asyncio.timeout(20):
-        while not (seen := await handle.seen.remote()):  # the two calls may arrive in either order
+        while not (seen := await handle.seen.remote()):  # noqa: ASYNC110 - the two calls may arrive in either order
             await asyncio.sleep(0.05)
     assert seen == ["hang/0"]
 
