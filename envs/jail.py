@@ -27,9 +27,6 @@ from pathlib import Path
 from typing import IO, Any
 
 import aiohttp
-from aiohttp.client_proto import ResponseHandler
-from aiohttp.client_reqrep import ClientRequest
-from aiohttp.tracing import Trace
 from pydantic import BaseModel
 from swerex.runtime.remote import RemoteRuntime
 
@@ -108,35 +105,48 @@ class JailServer:
     @classmethod
     async def start(cls, config: JailSandbox, bwrap: str) -> JailServer:
         """Start a server and wait until it runs a command. Raises SandboxError with what the jail said."""
-        address, token = f"\0gagar-{secrets.token_hex(16)}", secrets.token_urlsafe(32)
-        # The kernel queues connections from here on, so nobody has to poll for the server.
-        with socket.socket(socket.AF_UNIX) as listener:
+        folder = tempfile.mkdtemp(prefix="gagar-jail-")
+        try:
+            server = cls._launch(config, bwrap, f"{folder}/socket")
+            await server._wait(config.start_timeout_s)
+        except OSError as error:
+            raise lost("starting a jail", error) from error
+        finally:
+            # The one connection that is ever made stands by now, so nobody else can find the server.
+            shutil.rmtree(folder, ignore_errors=True)
+        return server
+
+    @classmethod
+    def _launch(cls, config: JailSandbox, bwrap: str, address: str) -> JailServer:
+        token = secrets.token_urlsafe(32)
+        with contextlib.ExitStack() as stack:
+            # The kernel queues connections from here on, so nobody has to poll for the server.
+            listener = stack.enter_context(socket.socket(socket.AF_UNIX))
             listener.bind(address)
             listener.listen()
-            errors = tempfile.TemporaryFile(mode="w+", encoding="utf-8", errors="replace")  # noqa: SIM115
             info_read, info_write = os.pipe()
+            stack.callback(os.close, info_write)
             os.set_blocking(info_read, False)
-            try:
-                process = _spawn(config, bwrap, (listener.fileno(), info_write), token, errors)
-            except OSError as error:
-                errors.close()
-                os.close(info_read)
-                raise lost("starting a jail", error) from error
-            finally:
-                os.close(info_write)
-        server = cls(process, UnixRuntime(address, token), errors, info_read)
+            on_failure = stack.enter_context(contextlib.ExitStack())
+            on_failure.callback(os.close, info_read)
+            errors = on_failure.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace"))
+            process = _spawn(config, bwrap, (listener.fileno(), info_write), token, errors)
+            on_failure.pop_all()
+        return cls(process, UnixRuntime(address, token), errors, info_read)
+
+    async def _wait(self, timeout_s: float) -> None:
+        """Until the server has run a command; raises SandboxError and ends it if it does not."""
         try:
-            async with asyncio.timeout(config.start_timeout_s):
-                probe = await RexSandbox(server.runtime, name="new jail").run("true", timeout_s=config.start_timeout_s)
+            async with asyncio.timeout(timeout_s):
+                probe = await RexSandbox(self.runtime, name="new jail").run("true", timeout_s=timeout_s)
         except (SandboxError, TimeoutError) as error:
-            raise SandboxError(f"a jail did not start: {await server.last_words() or error}") from error
+            raise SandboxError(f"a jail did not start: {await self.last_words() or error}") from error
         except asyncio.CancelledError:
-            await server.kill()
+            await self.kill()
             raise
         if probe.exit_code != 0:
-            await server.kill()
+            await self.kill()
             raise SandboxError(f"a jail cannot run commands: {probe.output.strip()}. {_USERNS_HINT}")
-        return server
 
     @property
     def pid(self) -> int:
@@ -187,35 +197,18 @@ class JailServer:
         return f"{words}. {_USERNS_HINT}" if words.startswith("bwrap:") else words
 
 
-class _AbstractUnixConnector(aiohttp.UnixConnector):
-    """Connects the socket itself: uvloop, which Ray's actors run on, cuts an abstract address at its leading NUL."""
-
-    async def _create_connection(
-        self, req: ClientRequest, traces: list[Trace], timeout: aiohttp.ClientTimeout
-    ) -> ResponseHandler:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            sock.setblocking(False)
-            await self._loop.sock_connect(sock, self.path)
-            _, protocol = await self._loop.create_unix_connection(self._factory, sock=sock)
-        except OSError as error:
-            sock.close()
-            raise aiohttp.UnixClientConnectorError(self.path, req.connection_key, error) from error
-        return protocol
-
-
 class UnixRuntime(RemoteRuntime):
     """SWE-ReX's client over one kept connection to a unix socket, without its retries and its own logging."""
 
     def __init__(self, address: str, token: str) -> None:
         super().__init__(logger=quiet_logger(), host="http://jail", auth_token=token)
-        self._address = address
+        self.address = address
         self._session: aiohttp.ClientSession | None = None
 
     async def _request(self, endpoint: str, payload: BaseModel | None, output_class: Any, num_retries: int = 0) -> Any:
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                connector=_AbstractUnixConnector(self._address, keepalive_timeout=365 * 86400),
+                connector=aiohttp.UnixConnector(self.address, keepalive_timeout=365 * 86400),
                 timeout=aiohttp.ClientTimeout(total=None),
                 headers=self._headers,
             )

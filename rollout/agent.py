@@ -98,7 +98,7 @@ class _Episode:
         sandbox: Sandbox | None = None
         try:
             status = Status.TURN_LIMIT
-            for _ in range(self.limits.max_turns):
+            while len(self.turns) < self.limits.max_turns:
                 # The first generation needs no sandbox, so both start together.
                 text, ended = await self._generate()
                 if text is None:
@@ -134,7 +134,7 @@ class _Episode:
         text, ended = await self._generate()
         begin_s = time.monotonic()
         self._log(text or "", "", None, 0.0)
-        verdict = verify_answer(self.task, text if text is not None and ended else "")
+        verdict = verify_answer(self.task, text or "")
         self.verify_s = time.monotonic() - begin_s
         return (Status.SUBMITTED if ended else Status.TOKEN_LIMIT), verdict
 
@@ -159,7 +159,7 @@ class _Episode:
         return self.chat.decode(ids), ended
 
     async def _act(self, sandbox: Sandbox, text: str, ended: bool) -> Status | None:
-        """Run the message and show what came of it; a status if the episode is over."""
+        """Run the message, log the turn, and show what came of it; a status if that ends the episode."""
         action = parse_action(text, self.config.action_format)
         duration_s, exit_code = 0.0, None
         if not ended:
@@ -187,8 +187,10 @@ class _Episode:
             if used_s + duration_s >= self.limits.command_budget_s:
                 self._log(text, observation, exit_code, duration_s)
                 return Status.TIME_LIMIT
-        extension = self.chat.extend(observation, ended=ended)
         self._log(text, observation, exit_code, duration_s)
+        if len(self.turns) == self.limits.max_turns:
+            return Status.TURN_LIMIT  # nobody will read the observation
+        extension = self.chat.extend(observation, ended=ended)
         if len(self.context.token_ids) + len(extension) >= self.limits.max_total_tokens:
             return Status.TOKEN_LIMIT
         self.context.show(extension)
@@ -211,6 +213,8 @@ class _Episode:
         try:
             if isinstance(self.task.verifier, HiddenTests):
                 self.patch = await extract_patch(sandbox)
+                # The fresh one can then take its place: one sandbox a trajectory at any time.
+                await sandbox.close()
                 return await verify_patch(self.task, self.patch, self.provider)
             if isinstance(self.task.verifier, FinalState):
                 return await verify_state(self.task, sandbox)
@@ -248,9 +252,11 @@ async def run_episode(
     verdict: Verification | None = None
     error: str | None = None
     try:
-        async with asyncio.timeout(config.limits.wall_s):
+        async with asyncio.timeout(config.limits.wall_s) as wall:
             status, verdict = await episode.run()
     except TimeoutError:
+        if not wall.expired():
+            raise
         status, error = Status.INFRA_WALL, f"not done within limits.wall_s = {config.limits.wall_s:g} s"
     except SandboxError as e:
         status, error = Status.INFRA_SANDBOX, e.message

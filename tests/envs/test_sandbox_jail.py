@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from swerex.runtime.abstract import Command
 
 from configs.schema import JailSandbox
 from envs.jail import JailedSandbox, JailProvider, UnixRuntime
@@ -246,8 +245,27 @@ async def test_a_jail_that_cannot_start_says_why() -> None:
         await provider.start()
 
 
-async def test_no_other_client_gets_in(jail: JailedSandbox) -> None:
-    stranger = UnixRuntime(jail.server.runtime._address, "wrong")
-    with pytest.raises((ConnectionError, OSError)):
-        await stranger.execute(Command(command=["true"]))
-    await stranger.disconnect()
+async def test_no_other_client_finds_the_server(jail: JailedSandbox) -> None:
+    assert not exists(jail.server.runtime.address)
+    assert not exists(os.path.dirname(jail.server.runtime.address))
+
+
+async def test_the_server_wants_its_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("envs.jail.UnixRuntime", lambda address, token: UnixRuntime(address, "guess"))
+    with pytest.raises(SandboxError, match="Invalid API Key"):
+        await JailProvider(JailSandbox()).start()
+
+
+async def test_jails_work_under_uvloop() -> None:
+    """Ray's asynchronous actors run on it."""
+    uvloop = pytest.importorskip("uvloop")
+
+    async def visit() -> str:
+        provider = JailProvider(JailSandbox())
+        jail = await provider.start()
+        printed = await output(jail, "echo hello")
+        await jail.close()
+        await provider.close()
+        return printed
+
+    assert await asyncio.to_thread(uvloop.run, visit()) == "hello\n"
