@@ -24,6 +24,7 @@ def environment(config: EngineConfig) -> dict[str, str]:
         "TRANSFORMERS_OFFLINE": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_PLUGINS": "gagar_weight_transfer",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # tensor parallel workers; a fork cannot use CUDA
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONWARNINGS": "ignore::FutureWarning",
     }

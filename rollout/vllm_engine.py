@@ -182,7 +182,10 @@ class VllmEngine:
             from vllm.engine.arg_utils import EngineArgs
             from vllm.v1.engine.llm_engine import LLMEngine
 
+            from rollout.weight_transfer import register
+
             gc.freeze()
+            register()  # vLLM's plug-in loader does it too, in its worker processes, where the project is installed
             _register_model_class(self.config.model)
             arguments = EngineArgs(**engine_arguments(self.config, self.seed))
             self._engine = LLMEngine.from_vllm_config(arguments.create_engine_config(), disable_log_stats=True)
@@ -292,6 +295,7 @@ def engine_arguments(config: EngineConfig, seed: int) -> dict[str, Any]:
         "max_num_seqs": config.max_num_seqs,
         "enforce_eager": config.enforce_eager,
         "tensor_parallel_size": config.tensor_parallel_size,
+        "distributed_executor_backend": "mp" if config.tensor_parallel_size > 1 else "uni",
         "enable_prefix_caching": True,
         "async_scheduling": False,  # a step's tokens must belong to one policy version
         "logprobs_mode": "processed_logprobs",
