@@ -12,7 +12,7 @@ from types import CodeType
 from typing import Any
 
 from envs.minirepo.shape import Shape, fill, holes, marked, unmark
-from envs.minirepo.wording import FILES_LINE, NOTES, REPORTS, SCENES
+from envs.minirepo.wording import DIAGNOSES, FILES_LINE, NOTES, REPORTS, SCENES
 from envs.names import Draw, literal
 from envs.patch import unified_diff
 from envs.task import HiddenTests, Split, Task, TaskKind
@@ -119,7 +119,7 @@ def build(shape: Shape, split: Split, task_id: str, source: str, rng: random.Ran
         source=source,
         kind=TaskKind.CODE,
         split=split,
-        statement=_statement(shape, names, split, draw, scene, first, case, helper_path, sorted(files)),
+        statement=_statement(shape, names, split, draw, scene, first, case, helper_path, sorted(files), old, new),
         files=files,
         verifier=HiddenTests(
             files={"test_hidden.py": hidden, "test_visible.py": visible},
@@ -291,6 +291,8 @@ def _statement(
     case: Case,
     helper_path: str,
     files: Sequence[str],
+    old: str,
+    new: str,
 ) -> str:
     got = f"raises {case.error}" if case.error else f"returns {site_value(site, case.got)}"
     report = draw.pick(REPORTS[split]).format(
@@ -302,7 +304,8 @@ def _statement(
         path=helper_path,
         symptom=fill(draw.pick(shape.symptoms), names),
     )
-    return report + "\n" + FILES_LINE[split].format(files=" ".join(files))
+    diagnosis = draw.pick(DIAGNOSES[split]).format(old=old, new=new)
+    return f"{report} {diagnosis}\n" + FILES_LINE[split].format(files=" ".join(files))
 
 
 def _text(lines: Sequence[str]) -> str:

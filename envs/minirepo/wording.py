@@ -32,6 +32,21 @@ REPORTS: Mapping[Split, tuple[str, ...]] = {
 }
 """Sentences; `got` reads "returns 3" or "raises KeyError"."""
 
+DIAGNOSES: Mapping[Split, tuple[str, ...]] = {
+    Split.TRAIN: (
+        "It says `{old}` where `{new}` is meant.",
+        "Cause: `{old}` stands for `{new}`.",
+        "There `{old}` must become `{new}`.",
+        "We think that `{old}` should be `{new}`.",
+    ),
+    Split.HELDOUT: (
+        "A maintainer writes: not `{old}`, but `{new}`.",
+        "In the code `{old}` is wrong and `{new}` is right.",
+    ),
+}
+"""What the reporter found in the shared function. Reports with a diagnosis keep the task within reach of a model of a
+million parameters, which can copy and place a repair, but cannot infer it from words it has never seen."""
+
 FILES_LINE: Mapping[Split, str] = {Split.TRAIN: "Files: {files}", Split.HELDOUT: "Files here: {files}"}
 
 NOTES: Mapping[Split, tuple[str, ...]] = {
