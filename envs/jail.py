@@ -253,8 +253,8 @@ def _spawn(config: JailSandbox, bwrap: str, fds: tuple[int, int], token: str, er
     host = _host_paths(bwrap, entry)
     command = [
         bwrap, "--unshare-all", "--unshare-user", "--uid", str(USER_ID), "--gid", str(USER_ID),
-        "--die-with-parent", "--new-session", "--info-fd", str(info_fd), *_view(host),
-        "--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp",
+        "--die-with-parent", "--new-session", "--info-fd", str(info_fd),
+        "--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp", *_view(host),  # in this order: a checkout may be in /tmp
         "--size", str(config.workspace_mib * 2**20), "--tmpfs", str(jail_server.LEASES),
         "--dir", "/workspace", "--chdir", "/tmp", "--clearenv", "--setenv", "PATH", "/usr/bin:/bin",
         "--setenv", "LANG", "C.UTF-8", "--setenv", "SWE_REX_LOG_STREAM_LEVEL", "ERROR",

@@ -86,10 +86,11 @@ class JailRuntime(LocalRuntime):
         env = [word for name, value in self._env.items() for word in ("--setenv", name, value)]
         return [
             self._bwrap, "--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--new-session",
+            "--proc", "/proc", "--dev", "/dev",
+            # Before the view: Python itself may be installed in /tmp.
+            "--bind", str(self._lease / "tmp"), "/tmp", "--bind", str(self._lease / "workspace"), "/workspace",
             *self._view,
             "--ro-bind", str(LEASES / "passwd"), "/etc/passwd", "--ro-bind", str(LEASES / "group"), "/etc/group",
-            "--proc", "/proc", "--dev", "/dev",
-            "--bind", str(self._lease / "tmp"), "/tmp", "--bind", str(self._lease / "workspace"), "/workspace",
             "--remount-ro", "/", "--chdir", "/workspace", "--clearenv", *env, "--",
         ]  # fmt: skip
 

@@ -6,10 +6,12 @@ from dataclasses import replace
 import pytest
 import pytest_asyncio
 
-from configs.schema import JailSandbox
+from configs.schema import JailSandbox, MinirepoSource
 from envs.jail import JailProvider
+from envs.replay import judge, patch_of
 from envs.sandbox import CommandResult, ScriptedProvider, ScriptedSandbox
-from envs.task import ExactAnswer, FinalState, HiddenTests, Split, Task, TaskKind
+from envs.source import make_source
+from envs.task import ExactAnswer, FinalState, HiddenTests, Quality, Split, Task, TaskKind
 from envs.verifier import LOG_CHARS, is_test_file, verify_answer, verify_patch, verify_state
 from envs.workspace import extract_patch, prepare
 from infra.errors import SandboxError, VerifierError
@@ -158,6 +160,18 @@ async def test_a_result_cannot_be_forged_from_the_tested_module(provider: JailPr
         assert "leak" in result.log  # the runner's own text, which is no secret
         assert "/mem readable" not in result.log
         assert result.log.count("leak") <= 4
+
+
+@pytest.mark.parametrize("split", list(Split))
+async def test_built_in_code_tasks_are_judged_as_in_process(provider: JailProvider, split: Split) -> None:
+    source = make_source("code", MinirepoSource(type="minirepo", groups_per_step=1))
+    task = source.task(split, 0)
+    for trace in source.experts(task):
+        result = await verify_patch(task, patch_of(task, trace.actions), provider)
+        assert result.passed == judge(task, trace.actions) == (trace.quality is not Quality.WRONG), trace.strategy
+    assert task.reference_patch is not None
+    assert (await verify_patch(task, task.reference_patch, provider)).passed
+    assert not (await verify_patch(task, "", provider)).passed
 
 
 async def test_tests_that_run_out_of_time_fail(provider: JailProvider) -> None:
