@@ -32,8 +32,8 @@ class HiddenTests:
     command: str
     """Shell command, run in the repository root; exit code 0 means pass."""
     modules: tuple[str, ...] = ()
-    """unittest modules (dotted, from the repository root) that `command` runs, visible and hidden. With them the verifier
-    does not trust the exit code, which tested code can forge: its own runner loads them and reports what really ran."""
+    """unittest modules (dotted, from the repository root) that `command` runs, visible and hidden. With them the
+    verifier does not trust the exit code, which tested code can forge: its own runner reports what really ran."""
     timeout_s: float = 60.0
 
 

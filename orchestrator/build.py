@@ -186,11 +186,12 @@ async def _evaluate(
     )
     rate = "all masked" if result.pass_rate is None else f"{result.pass_rate:.1%}"
     progress.event(
-        f"held-out {settings.source} pass rate {label}: {rate} "
-        f"(avg@{settings.samples}, {settings.tasks} tasks)"
+        f"held-out {settings.source} pass rate {label}: {rate} (avg@{settings.samples}, {settings.tasks} tasks)"
     )
     if result.masked:
-        progress.event(f"{result.masked} of {total} trajectories were lost and left out; the first: {result.first_error}")
+        progress.event(
+            f"{result.masked} of {total} trajectories were lost and left out; the first: {result.first_error}"
+        )
     return result
 
 

@@ -39,7 +39,7 @@ class Worker:
         """Runs until the file `gate` exists; returns the actor's name and the most calls it ever ran at once."""
         self.running += 1
         self.peak = max(self.peak, self.running)
-        while not os.path.exists(gate):  # noqa: ASYNC110, ASYNC240
+        while not os.path.exists(gate):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         self.running -= 1
         return self.name, self.peak
