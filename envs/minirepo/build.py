@@ -12,7 +12,7 @@ from types import CodeType
 from typing import Any
 
 from envs.minirepo.shape import Shape, fill, holes, marked, unmark
-from envs.minirepo.wording import DIAGNOSES, FILES_LINE, NOTES, REPORTS, SCENES
+from envs.minirepo.wording import DIAGNOSES, FILES_LINES, NOTES, REPORTS, SCENES
 from envs.names import Draw, literal
 from envs.patch import unified_diff
 from envs.task import HiddenTests, Split, Task, TaskKind
@@ -305,7 +305,7 @@ def _statement(
         symptom=fill(draw.pick(shape.symptoms), names),
     )
     diagnosis = draw.pick(DIAGNOSES[split]).format(old=old, new=new)
-    return f"{report} {diagnosis}\n" + FILES_LINE[split].format(files=" ".join(files))
+    return f"{report} {diagnosis}\n" + draw.pick(FILES_LINES[split]).format(files=" ".join(files))
 
 
 def _text(lines: Sequence[str]) -> str:

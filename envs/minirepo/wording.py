@@ -23,6 +23,16 @@ REPORTS: Mapping[Split, tuple[str, ...]] = {
         "Please fix {helper} in {path}: {symptom}. {call} {got}, it should return {want}.",
         "In {path} the function {helper} is wrong: {symptom}. {call} {got} instead of {want}.",
         "{scene}: {call} should return {want}, but it {got}. It uses {helper} from {path}; {symptom}.",
+        "{path}, function {helper}: {symptom}. I called {call}, which {got}. I wanted {want}.",
+        "The answer should be {want}, yet {call} {got}. {symptom}: check {helper}, file {path}.",
+        "Report, {scene}: {symptom}. I did {call}. It {got}. It should give {want}. Module {path}, {helper}.",
+        "{helper} misbehaves. {call} {got}; by the manual {want}. File {path}, {symptom}.",
+        "Can someone repair {path}? {symptom}, as {call} {got} and not {want}. The function is {helper}.",
+        "At the {scene} we call {call} and it {got}, although {want} is due; {symptom}. Source: {helper} at {path}.",
+        "Ticket: {symptom}. Seen with {call}: {got}. Wanted: {want}. Where: {path} ({helper}).",
+        "{want} is what {call} has to give. Now it {got}. Culprit: {helper} of {path}, {symptom}.",
+        "Since yesterday {call} {got}. Before, it was {want}. {symptom}, says the {scene}. Open {path}, see {helper}.",
+        "{symptom}! The {scene} gets a wrong value: {call} {got}, not {want}. Look into {path} at {helper}.",
     ),
     Split.HELDOUT: (
         "From the {scene} users: {symptom}. {call} {got}, and {want} is right. Look at {helper} in {path}.",
@@ -38,6 +48,15 @@ DIAGNOSES: Mapping[Split, tuple[str, ...]] = {
         "Cause: `{old}` stands for `{new}`.",
         "There `{old}` must become `{new}`.",
         "We think that `{old}` should be `{new}`.",
+        "Someone put `{old}`; it takes `{new}`.",
+        "Change `{old}` to `{new}` and it works.",
+        "Reviewer: `{old}` looks off, try `{new}`.",
+        "I found `{old}` in there, I would expect `{new}`.",
+        "`{old}` -> `{new}`, most likely.",
+        "The line has `{old}`. Good would be `{new}`.",
+        "Replacing `{old}` by `{new}` helped me.",
+        "With `{old}` it fails, with `{new}` it is fine.",
+        "Blame `{old}`, it had to be `{new}`.",
     ),
     Split.HELDOUT: (
         "A maintainer writes: not `{old}`, but `{new}`.",
@@ -47,7 +66,10 @@ DIAGNOSES: Mapping[Split, tuple[str, ...]] = {
 """What the reporter found in the shared function. Reports with a diagnosis keep the task within reach of a model of a
 million parameters, which can copy and place a repair, but cannot infer it from words it has never seen."""
 
-FILES_LINE: Mapping[Split, str] = {Split.TRAIN: "Files: {files}", Split.HELDOUT: "Files here: {files}"}
+FILES_LINES: Mapping[Split, tuple[str, ...]] = {
+    Split.TRAIN: ("Files: {files}", "Tree: {files}", "The files are {files}", "We have {files}", "Paths: {files}"),
+    Split.HELDOUT: ("Files here: {files}",),
+}
 
 NOTES: Mapping[Split, tuple[str, ...]] = {
     Split.TRAIN: ("helpers for the {scene}", "used by the {scene} app", "see the {scene} notes", "part of the {scene}"),

@@ -15,7 +15,7 @@ from configs.schema import MinirepoSource
 from envs.minirepo.family import MinirepoTasks
 from envs.minirepo.shape import Shape
 from envs.minirepo.templates import KINDS, SHAPES
-from envs.minirepo.wording import FILES_LINE, NOTES, REPORTS, SCENES
+from envs.minirepo.wording import DIAGNOSES, FILES_LINES, NOTES, REPORTS, SCENES
 from envs.replay import final_files, judge, patch_of
 from envs.task import ExpertTrace, HiddenTests, Quality, Split, Task
 from infra.errors import ConfigError
@@ -204,9 +204,8 @@ def test_splits_share_no_template() -> None:
     assert not {text for shape in train for text in shape.symptoms} & {
         text for shape in heldout for text in shape.symptoms
     }
-    for texts in (SCENES, REPORTS, NOTES):
+    for texts in (SCENES, REPORTS, DIAGNOSES, FILES_LINES, NOTES):
         assert not set(texts[Split.TRAIN]) & set(texts[Split.HELDOUT])
-    assert FILES_LINE[Split.TRAIN] != FILES_LINE[Split.HELDOUT]
     for shapes in (train, heldout):
         assert {shape.kind for shape in shapes} == set(KINDS)
         assert len({shape.name for shape in shapes}) == len(shapes)
