@@ -225,9 +225,7 @@ class VllmEngine:
                 output_kind=RequestOutputKind.FINAL_ONLY,
                 structured_outputs=None if json_schema is None else StructuredOutputsParams(json=json_schema),
             )
-            # The salt keeps blocks computed under older weights from serving this request, without a reset of the
-            # cache, which vLLM refuses while requests run. Requests in flight keep their blocks (M6.4).
-            prompt = TokensPrompt(prompt_token_ids=prompt_ids, cache_salt=f"v{self.version}")
+            prompt = TokensPrompt(prompt_token_ids=prompt_ids)
             self._engine.add_request(request_id, prompt, params)
         except Exception as e:
             raise EngineError(f"the engine refused request {request_id}: {e}") from e
@@ -262,6 +260,9 @@ class VllmEngine:
         self._transfer("finish_weight_update", {})
         self.version = version
         self._engine.set_weight_version(str(version))
+        # Nothing computed under older weights may serve a later token: requests in flight keep their tokens (M6.4) and
+        # have their keys and values computed anew, so that every probability is one that these weights give.
+        self._engine.reset_prefix_cache(reset_running_requests=True)
         self._resume()
 
     def _resume(self) -> None:
