@@ -21,7 +21,7 @@ STEPS = 3
 COMMAND = (
     *(sys.executable, "-m", "orchestrator.cli", "train", str(ROOT / "configs" / "quickstart.yaml")),
     *("name=e2e", f"steps={STEPS}", "checkpoint.every_steps=1"),
-    *("sources.minirepo.groups_per_step=2", "algorithm.group_size=4", "eval.tasks=6"),
+    *("sources.minirepo.groups_per_step=3", "sources.arith.groups_per_step=0", "eval.tasks=6"),
 )
 
 pytestmark = pytest.mark.e2e
@@ -62,7 +62,7 @@ def test_no_group_is_trained_twice(run_dir: Path) -> None:
     ids = [g["group_id"] for g in groups]
     assert len(ids) == len(set(ids))
     trained = Counter((g["step"], g["source"]) for g in groups if g["outcome"] == "trained")
-    quotas = {"minirepo": 2, "files": 1, "arith": 1}
+    quotas = {"minirepo": 3, "files": 1}
     assert trained == {(step, s): n for step in range(1, STEPS + 1) for s, n in quotas.items()}
 
 

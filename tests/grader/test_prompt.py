@@ -48,7 +48,7 @@ def test_shares_fit_and_favour_nobody(lengths: list[int], budget: int) -> None:
     cut = [share for share, length in zip(shares, lengths, strict=True) if share < length]
     if cut:
         assert max(cut) - min(cut) <= 1
-        assert max(shares) == max(cut)
+        assert max(shares) <= max(cut) + 1
 
 
 @given(st.lists(st.text(alphabet="ab", max_size=30), max_size=20), st.integers(0, 300))
