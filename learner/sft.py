@@ -134,9 +134,10 @@ def _training_figures(figures: TrainFigures, wall_s: float) -> Figures:
 def model_card(recipe: SftRecipe, figures: Figures, card_name: str, overrides: Sequence[str]) -> str:
     """README.md of a checkpoint: what it is, how it was made, what was measured when it was made."""
     kind = recipe.data.type
-    command = " ".join(["gagar sft", f"configs/sft/{card_name}", *(f"'{override}'" for override in overrides)])
+    changed = [f"'{override}'" for override in overrides if not override.startswith("output=")]  # where, not what
+    command = " ".join(["gagar sft", f"configs/sft/{card_name}", *changed])
     rows = "\n".join(f"| {name} | {value} |" for name, value in figures.items())
-    resolved = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    resolved = yaml.safe_dump(recipe.model_dump(mode="json", exclude={"output"}), sort_keys=False, allow_unicode=True)
     return f"""---
 library_name: transformers
 license: apache-2.0

@@ -54,8 +54,8 @@ def _small_model(seed: int = 0) -> LlamaForCausalLM:
 
 
 def test_a_recipe_becomes_a_checkpoint_that_learned_something(recipe: Path) -> None:
-    assert run_sft(recipe, ["eval.examples=8"]) == 0
-    folder = recipe.parent / "made"
+    assert run_sft(recipe, ["output=elsewhere", "eval.examples=8"]) == 0
+    folder = recipe.parent / "elsewhere"
     model = AutoModelForCausalLM.from_pretrained(str(folder))
     assert isinstance(model, LlamaForCausalLM)
     assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
@@ -69,6 +69,7 @@ def test_a_recipe_becomes_a_checkpoint_that_learned_something(recipe: Path) -> N
     card = (folder / "README.md").read_text()
     assert "gagar sft configs/sft/tiny.yaml 'eval.examples=8'" in card
     assert "seed: 5" in card
+    assert "elsewhere" not in card
     assert "held-out loss" in card
 
 
