@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -375,10 +376,30 @@ def _ray(config: RunConfig) -> Iterator[None]:
 
 
 def _run(main: Coroutine[Any, Any, T]) -> T:
-    """asyncio.run, with the one GagarError of a group of failed loops brought to the surface."""
+    """asyncio.run, with the one GagarError of a group of failed loops brought to the surface. SIGTERM ends the run as an
+    interrupt does: parts are shut down and the status file says what happened."""
+    told = False
+
+    async def go() -> T:
+        task = asyncio.current_task()
+        assert task is not None
+
+        def stop() -> None:
+            nonlocal told
+            told = True
+            task.cancel()
+
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop)
+        return await main
 
     try:
-        return asyncio.run(main)
+        return asyncio.run(go())
+    except asyncio.CancelledError:
+        if not told:
+            raise
+        raise GagarError(
+            "stopped by SIGTERM; the same command with --resume goes on from the last checkpoint"
+        ) from None
     except BaseExceptionGroup as group:
         known = group.subgroup(GagarError)
         if known is None:
