@@ -376,8 +376,10 @@ def _ray(config: RunConfig) -> Iterator[None]:
 
 
 def _run(main: Coroutine[Any, Any, T]) -> T:
-    """asyncio.run, with the one GagarError of a group of failed loops brought to the surface. SIGTERM ends the run as an
-    interrupt does: parts are shut down and the status file says what happened."""
+    """asyncio.run, with the one GagarError of a group of failed loops brought to the surface.
+
+    SIGTERM ends the run as an interrupt does: parts are shut down and the status file says what happened.
+    """
     told = False
 
     async def go() -> T:
