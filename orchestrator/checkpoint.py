@@ -65,17 +65,21 @@ class Checkpoints:
     async def save(self, step: int, learner: LearnerGroup, state: Mapping[str, Any]) -> Path:
         """Write the checkpoint after optimiser step `step`, then prune the oldest.
 
+        The logs are measured before the first wait, so `state` and what a resume keeps of them are of one moment: a
+        group that ends while the weights are written is in neither, and is sampled again.
+
         Raises:
             StorageError: it could not be written; earlier checkpoints are untouched.
         """
         final = self._root / f"step-{step:06d}"
         part = self._root / f".step-{step:06d}.part"
         try:
+            logs = log_sizes(self._run_dir)
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir(parents=True)
             await learner.save(part / "learner")
             await learner.export_hf(part / "policy")
-            text = json.dumps({**state, "step": step, "logs": log_sizes(self._run_dir)}, indent=1)
+            text = json.dumps({**state, "step": step, "logs": logs}, indent=1)
             (part / "state.json").write_text(text, encoding="utf-8")
             _sync_tree(part)
             shutil.rmtree(final, ignore_errors=True)
