@@ -105,7 +105,7 @@ class Scheduler:
         self.step = start_step
         """Optimiser steps done; also the version of the weights in the engines."""
         self.moved_s = time.monotonic()
-        """When anything last moved: a trajectory, a grade, a step."""
+        """When anything last moved: a trajectory that was not lost, a grade, a step."""
         self.activity: tuple[Activity, float] = ("waiting", time.monotonic())
         """What `_train` does, and since when."""
         self._observer = observer
@@ -197,10 +197,16 @@ class Scheduler:
                     "rollout", rolling.task, trajectory_id, rolling.group_id, num_returns=3, timeout_s=2 * wall_s
                 )
             except (ActorLost, ActorTimeout) as e:
+                if self.parts.rollout.occupancy()[1] == 0:
+                    # Every call would fail at once, for ever: groups would be skipped as fast as the disk takes them.
+                    raise GagarError(
+                        f"no rollout worker is left ({e}); mend what ends them, then run the same command with --resume"
+                    ) from e
                 trajectory = _lost(rolling, trajectory_id, str(e), time.monotonic() - start_s)
             finally:
                 self._roll_slots.release()
-        self.moved_s = time.monotonic()
+        if not trajectory.status.masked:  # losses alone are no progress, so `abort_after_s` ends a run of nothing else
+            self.moved_s = time.monotonic()
         if trajectory.status.masked and attempt < self.config.rollout.infra_retries:
             self._record.retries[trajectory.status.value] += 1
             await self._to_roll.put((rolling, slot, attempt + 1))

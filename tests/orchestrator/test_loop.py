@@ -247,3 +247,26 @@ def test_a_run_that_does_not_move_ends_with_an_error(tmp_path: Path) -> None:
     with pytest.raises(ExceptionGroup) as e:
         run.go()
     assert e.group_contains(GagarError, match="abort_after_s")
+
+
+def test_a_run_whose_every_trajectory_is_lost_ends_with_an_error(tmp_path: Path) -> None:
+    def rollout(task: Task, trajectory_id: str, group_id: str) -> Trajectory:
+        return trajectory(trajectory_id, task=task, status=Status.INFRA_ENGINE)
+
+    config = run_config(scheduler={"stall_after_s": 0.5, "abort_after_s": 1.0})
+    run = Run(tmp_path, config, rollout=rollout, rollout_delay_s=0.05)
+    with pytest.raises(ExceptionGroup) as e:
+        run.go()
+    assert e.group_contains(GagarError, match="abort_after_s")
+
+
+def test_a_rollout_pool_without_workers_ends_the_run(tmp_path: Path) -> None:
+    def rollout(task: Task, trajectory_id: str, group_id: str) -> Trajectory:
+        run.rollout.slots = 0
+        raise ActorLost("rollout", "rollout", "no actor is left")
+
+    run = Run(tmp_path, run_config(), rollout=rollout)
+    with pytest.raises(ExceptionGroup) as e:
+        run.go()
+    assert e.group_contains(GagarError, match="no rollout worker is left")
+    assert not run.audit.path.read_text(), "no group is skipped for it"
