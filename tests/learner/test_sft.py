@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import yaml
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import configs
@@ -119,6 +120,17 @@ def test_shipped_recipes_are_valid_and_write_where_the_runs_look(path: Path) -> 
     make_examples(recipe)
     checkpoints = Path(configs.__file__).parent / "checkpoints"
     assert (path.parent / recipe.output).resolve() == (checkpoints / path.stem).resolve()
+
+
+@pytest.mark.parametrize("folder", ["policy"])
+def test_shipped_checkpoints_carry_the_recipe_that_made_them(folder: str) -> None:
+    """The card's recipe is the file's, up to keys that do not change the weights."""
+    root = Path(configs.__file__).parent
+    card = (root / "checkpoints" / folder / "README.md").read_text()
+    made = yaml.safe_load(card.split("```yaml\n")[1].split("```")[0])
+    now = load(SftRecipe, root / "sft" / f"{folder}.yaml").config.model_dump(mode="json")
+    for section in ("data", "tokenizer", "model", "training"):
+        assert made[section] == now[section]
 
 
 def test_the_schedule_rises_stays_and_falls_to_zero() -> None:
