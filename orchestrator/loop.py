@@ -242,6 +242,8 @@ class Scheduler:
 
     async def _grade_one(self, group: CompleteGroup) -> None:
         """One group. Whatever goes wrong costs a fallback to outcome advantages, never more (M1.10)."""
+        from ray.exceptions import RayError
+
         assert self.parts.grader is not None
         assert self.config.grader is not None
         request = GradeRequest(
@@ -260,8 +262,8 @@ class Scheduler:
             try:
                 reply = await self.parts.grader.call("grade", request, *transcripts, timeout_s=deadline_s)
                 reply = accept(request, reply)
-            except (ActorLost, ActorTimeout) as e:
-                reply = lost_reply(request, str(e), run_s=time.monotonic() - start_s)
+            except (ActorLost, ActorTimeout, RayError) as e:  # Ray's own: a transcript was lost with its node
+                reply = lost_reply(request, _said(e), run_s=time.monotonic() - start_s)
             finally:
                 self._grade_slots.release()
         self.moved_s = time.monotonic()
@@ -386,6 +388,10 @@ def _items(batch: list[ReadyGroup]) -> list[BatchItem]:
         for ready in batch
         for m in ready.group.valid
     ]
+
+
+def _said(error: Exception) -> str:
+    return str(error) if isinstance(error, GagarError) else f"{type(error).__name__}: {error}"
 
 
 def _lost(rolling: RollingGroup, trajectory_id: str, error: str, wall_s: float) -> Trajectory:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from ray.exceptions import ObjectLostError
 from scripted import ScriptedLearner, ScriptedPool, ScriptedSource, ScriptedTelemetry, run_config, trajectory
 
 from configs.schema import RunConfig
@@ -197,6 +198,18 @@ def test_a_dead_grader_costs_a_fallback_with_its_reason(tmp_path: Path) -> None:
         if g["source"] == "code" and g["outcome"] == "trained":
             assert g["fallback_reason"] and g["mode"] == "outcome" and g["graded"] is False
             assert sum(t["advantage"] for t in g["trajectories"]) == pytest.approx(0.0)
+
+
+def test_a_transcript_lost_with_its_node_costs_a_fallback(tmp_path: Path) -> None:
+    def grade(request: GradeRequest, *transcripts: Any) -> GradeReply:
+        raise ObjectLostError("0" * 40, "", "")
+
+    run = Run(tmp_path, run_config(steps=1), grade=grade)
+    trained = [g for g in run.go() if g["source"] == "code" and g["outcome"] == "trained"]
+    assert len(trained) == 2
+    for g in trained:
+        assert g["fallback_reason"] == "worker_lost" and g["mode"] == "outcome"
+        assert "ObjectLostError" in g["grader"]["detail"]
 
 
 def test_grading_overlaps_the_rollouts_of_other_groups(tmp_path: Path) -> None:
