@@ -181,6 +181,12 @@ class Ledger:
         )
         return sum(1 for g in groups if source in (None, g.task.source))
 
+    def outstanding(self, source: str) -> int:
+        """Groups of a source that hold a slot under the bound on staleness: all living ones. A group in the running
+        step holds its own until the new weights are published, since what is admitted meanwhile is a version older."""
+        training = sum(1 for r in self._training.values() if r.group.task.source == source)
+        return training + sum(self.count(stage, source) for stage in Stage)
+
     def oldest_s(self, stage: Stage) -> float | None:
         """When the oldest group of a stage got there; None if there is none."""
         if stage is Stage.ROLLING:

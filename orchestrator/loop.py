@@ -32,7 +32,7 @@ from learner.group import BatchItem, LearnerGroup, StepStats
 from orchestrator.audit import audit_record
 from orchestrator.checkpoint import Checkpoints
 from orchestrator.credit import Credit, GroupOutcome, classify, credit, skipped
-from orchestrator.ledger import CompleteGroup, Ledger, Member, ReadyGroup, RollingGroup, Stage
+from orchestrator.ledger import CompleteGroup, Ledger, Member, ReadyGroup, RollingGroup
 from orchestrator.mixer import Mixer
 from orchestrator.progress import Activity
 from rollout.trajectory import Status, Trajectory
@@ -168,11 +168,12 @@ class Scheduler:
                 await self._to_roll.put((rolling, slot, 0))
 
     def _next_source(self) -> str | None:
-        """The bound on staleness is structural: no more groups live than the next `max_staleness + 1` steps train."""
+        """The bound on staleness is structural: no more groups live than `max_staleness + 1` steps train, the running
+        one included."""
         limits = self.config.scheduler
         if self.ledger.inflight >= limits.max_inflight_groups:
             return None
-        outstanding = {name: sum(self.ledger.count(stage, name) for stage in Stage) for name in self.mixer.sources}
+        outstanding = {name: self.ledger.outstanding(name) for name in self.mixer.sources}
         steps = min(limits.max_staleness + 1, self.config.steps - self.step)
         return self.mixer.choose(outstanding, steps)
 

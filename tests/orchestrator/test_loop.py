@@ -47,11 +47,12 @@ class Run:
         grade: Any = fallback,
         rollout_delay_s: float = 0.0,
         grade_delay_s: float = 0.0,
+        learner: ScriptedLearner | None = None,
     ) -> None:
         self.config = config
         self.rollout = ScriptedPool(rollout, slots=8, delay_s=rollout_delay_s)
         self.grader = ScriptedPool(grade, slots=2, delay_s=grade_delay_s)
-        self.learner = ScriptedLearner()
+        self.learner = learner or ScriptedLearner()
         self.telemetry = ScriptedTelemetry()
         self.ledger = Ledger()
         self.audit = JsonlFile(tmp_path / "groups.jsonl", sync=False)
@@ -252,6 +253,27 @@ def test_outstanding_groups_stay_within_the_lookahead(tmp_path: Path) -> None:
     run.go()
     assert max(seen) <= 5 + 6, "in flight plus ready"
     assert run.ledger.living <= 2, "nothing much is sampled for steps that will not come"
+
+
+def test_the_running_step_holds_its_slots_until_the_weights_are_published(tmp_path: Path) -> None:
+    class SlowLearner(ScriptedLearner):
+        async def train_step(self, items: Any) -> dict[str, float]:
+            await asyncio.sleep(0.05)
+            return await super().train_step(items)
+
+    def rollout(task: Task, trajectory_id: str, group_id: str) -> Trajectory:
+        passed = even_slots_pass(task, trajectory_id, group_id).passed
+        return trajectory(trajectory_id, task=task, passed=passed, versions=(run.scheduler.step,))
+
+    sources = {
+        "code": {"type": "minirepo", "groups_per_step": 2, "prior_acceptance": 1.0},
+        "sums": {"type": "arith", "groups_per_step": 1, "prior_acceptance": 1.0},
+    }
+    config = run_config(sources=sources, scheduler={"max_staleness": 0})
+    run = Run(tmp_path, config, rollout=rollout, learner=SlowLearner())
+    groups = run.go()
+    assert [g["outcome"] for g in groups] == ["trained"] * 9, "nothing is sampled by weights that it may not train"
+    assert run.ledger.living == 0
 
 
 def test_a_run_that_does_not_move_ends_with_an_error(tmp_path: Path) -> None:
