@@ -318,6 +318,7 @@ class Scheduler:
         """Consumes ready groups by quota; produces new weights in the engines. Waits for a full batch."""
         while self.step < self.config.steps:
             batch = await self._batch()
+            self.mixer.consumed()
             step = self.step + 1
             with self._doing("learning", LEARN, step):
                 stats = await self.parts.learner.train_step(_items(batch))
@@ -328,7 +329,6 @@ class Scheduler:
                 self._end(
                     ready.group, ready.credit, GroupOutcome.TRAINED, ready.reply, ready_s=ready.ready_s, step=step
                 )
-            self.mixer.consumed()
             self.ledger.check()
             record, self._record = self._record, StepRecord(started_s=self.moved_s)
             self._observer.on_step(self, record, stats)

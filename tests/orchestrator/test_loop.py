@@ -276,6 +276,20 @@ def test_the_running_step_holds_its_slots_until_the_weights_are_published(tmp_pa
     assert run.ledger.living == 0
 
 
+def test_what_is_ready_counts_for_the_step_that_is_being_collected(tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+
+    class WatchedLearner(ScriptedLearner):
+        async def train_step(self, items: Any) -> dict[str, float]:
+            for name, source in run.mixer.sources.items():
+                seen.append((source.accepted, run.ledger.count(Stage.READY, name)))
+            return await super().train_step(items)
+
+    run = Run(tmp_path, run_config(), learner=WatchedLearner())
+    run.go()
+    assert len(seen) == 6 and all(accepted == ready for accepted, ready in seen), "not those in the running step"
+
+
 def test_a_run_that_does_not_move_ends_with_an_error(tmp_path: Path) -> None:
     config = run_config(scheduler={"stall_after_s": 0.5, "abort_after_s": 1.0})
     run = Run(tmp_path, config, rollout_delay_s=60.0)
