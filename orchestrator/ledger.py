@@ -133,6 +133,7 @@ class Ledger:
             admitted_s=rolling.admitted_s,
             completed_s=now_s,
         )
+        rolling.members.clear()  # loops that still hold the group must not hold its payloads
         self._grading[group_id] = complete
         return complete
 

@@ -219,27 +219,28 @@ class Scheduler:
 
     async def _collect(self) -> None:
         """Consumes ended trajectories; complete groups are skipped, sent to the graders, or made ready at once."""
-        graded_mode = self.config.algorithm.mode is not AdvantageMode.OUTCOME and self.parts.grader is not None
         while True:
-            group_id, slot, member = await self._ended.get()
-            group = self.ledger.record(group_id, slot, member, time.monotonic())
-            if group is None:
-                continue
-            trajectories = [m.trajectory for m in group.members]
-            skip = classify(trajectories, self.config.algorithm.min_valid)
-            if skip is not None:
-                self._end(group, skipped(skip), skip)
-            elif graded_mode and group.task.kind is TaskKind.CODE:
-                await self._to_grade.put(group)
-            else:
-                self._ready(group, credit(trajectories, self.config.algorithm, grade=None, fallback_reason=None), None)
+            await self._take(*await self._ended.get())
+
+    async def _take(self, group_id: str, slot: int, member: Member) -> None:
+        group = self.ledger.record(group_id, slot, member, time.monotonic())
+        if group is None:
+            return
+        graded_mode = self.config.algorithm.mode is not AdvantageMode.OUTCOME and self.parts.grader is not None
+        trajectories = [m.trajectory for m in group.members]
+        skip = classify(trajectories, self.config.algorithm.min_valid)
+        if skip is not None:
+            self._end(group, skipped(skip), skip)
+        elif graded_mode and group.task.kind is TaskKind.CODE:
+            await self._to_grade.put(group)
+        else:
+            self._ready(group, credit(trajectories, self.config.algorithm, grade=None, fallback_reason=None), None)
 
     async def _grade(self) -> None:
         """Consumes eligible code groups; starts one a free slot of the grader pool. Unblocked by a freed slot."""
         while True:
             await self._grade_slots.acquire()
-            group = await self._to_grade.get()
-            self._spawn(self._grade_one(group))
+            self._spawn(self._grade_one(await self._to_grade.get()))
 
     async def _grade_one(self, group: CompleteGroup) -> None:
         """One group. Whatever goes wrong costs a fallback to outcome advantages, never more (M1.10)."""
@@ -329,6 +330,7 @@ class Scheduler:
                 self._end(
                     ready.group, ready.credit, GroupOutcome.TRAINED, ready.reply, ready_s=ready.ready_s, step=step
                 )
+            del batch, ready  # else the next step's wait keeps their payloads in the object store
             self.ledger.check()
             record, self._record = self._record, StepRecord(started_s=self.moved_s)
             self._observer.on_step(self, record, stats)

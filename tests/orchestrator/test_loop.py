@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import weakref
 from collections import Counter
 from pathlib import Path
 from typing import Any, cast
@@ -47,10 +48,11 @@ class Run:
         grade: Any = fallback,
         rollout_delay_s: float = 0.0,
         grade_delay_s: float = 0.0,
+        pool: type[ScriptedPool] = ScriptedPool,
         learner: ScriptedLearner | None = None,
     ) -> None:
         self.config = config
-        self.rollout = ScriptedPool(rollout, slots=8, delay_s=rollout_delay_s)
+        self.rollout = pool(rollout, slots=8, delay_s=rollout_delay_s)
         self.grader = ScriptedPool(grade, slots=2, delay_s=grade_delay_s)
         self.learner = learner or ScriptedLearner()
         self.telemetry = ScriptedTelemetry()
@@ -288,6 +290,33 @@ def test_what_is_ready_counts_for_the_step_that_is_being_collected(tmp_path: Pat
     run = Run(tmp_path, run_config(), learner=WatchedLearner())
     run.go()
     assert len(seen) == 6 and all(accepted == ready for accepted, ready in seen), "not those in the running step"
+
+
+def test_payloads_go_free_when_their_step_is_done(tmp_path: Path) -> None:
+    class Payload:
+        pass
+
+    class Pool(ScriptedPool):
+        async def call(self, method: str, *args: Any, num_returns: int = 1, timeout_s: float | None = None) -> Any:
+            value, _ = await super().call(method, *args, num_returns=num_returns, timeout_s=timeout_s)
+            return value, [Payload(), None]
+
+    class ForgetfulLearner(ScriptedLearner):
+        async def train_step(self, items: Any) -> dict[str, float]:
+            trained.append([weakref.ref(item.payload) for item in items])
+            return {"loss": 0.0}
+
+        async def save(self, path: Path) -> None:
+            await super().save(path)
+            left.append(sum(ref() is not None for ref in trained[-1]))
+
+    trained: list[list[weakref.ref[Payload]]] = []
+    left: list[int] = []
+    config = run_config(algorithm={"group_size": 4, "mode": "outcome"}, checkpoint={"every_steps": 1})
+    run = Run(tmp_path, config, pool=Pool, learner=ForgetfulLearner())
+    run.go()
+    assert [len(refs) for refs in trained] == [12, 12, 12]
+    assert left == [0, 0, 0]
 
 
 def test_a_run_that_does_not_move_ends_with_an_error(tmp_path: Path) -> None:
