@@ -122,7 +122,7 @@ def test_shipped_recipes_are_valid_and_write_where_the_runs_look(path: Path) -> 
     assert (path.parent / recipe.output).resolve() == (checkpoints / path.stem).resolve()
 
 
-@pytest.mark.parametrize("folder", ["policy"])
+@pytest.mark.parametrize("folder", ["policy", "grader"])
 def test_shipped_checkpoints_carry_the_recipe_that_made_them(folder: str) -> None:
     """The card's recipe is the file's, up to keys that do not change the weights."""
     root = Path(configs.__file__).parent
