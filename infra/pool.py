@@ -312,9 +312,25 @@ def _cancel(ref: Any) -> None:
 
 
 def _lost_errors() -> tuple[type[BaseException], ...]:
-    from ray.exceptions import ActorUnschedulableError, RayActorError
+    """What Ray raises for a call on an actor that is gone; some of it is no RayActorError, such as the memory monitor's
+    kill."""
+    from ray.exceptions import (
+        ActorUnschedulableError,
+        NodeDiedError,
+        OutOfMemoryError,
+        RayActorError,
+        RuntimeEnvSetupError,
+        WorkerCrashedError,
+    )
 
-    return (RayActorError, ActorUnschedulableError)
+    return (
+        RayActorError,
+        ActorUnschedulableError,
+        NodeDiedError,
+        OutOfMemoryError,
+        RuntimeEnvSetupError,
+        WorkerCrashedError,
+    )
 
 
 def _is_task_error(error: BaseException) -> bool:

@@ -338,7 +338,7 @@ class EnginePool:
 
 async def _answer(ref: Any) -> Any:
     """Awaits an engine actor's answer; errors come out as the actor raised them, a dead actor as EngineLost."""
-    from ray.exceptions import RayActorError, RayTaskError
+    from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, RayTaskError
 
     try:
         return await ref
@@ -346,6 +346,6 @@ async def _answer(ref: Any) -> Any:
         if isinstance(e.cause, EngineError):
             raise e.cause from None
         raise EngineError(f"an engine actor failed ({type(e.cause).__name__}: {e.cause})") from e
-    except RayActorError as e:
+    except (RayActorError, NodeDiedError, OutOfMemoryError) as e:  # the memory monitor's kill is no RayActorError
         reason = [line.strip() for line in str(e).splitlines() if line.strip()][-1]
         raise EngineLost(f"an engine actor died ({reason})") from e

@@ -233,13 +233,13 @@ class EngineSyncClient:
 
     def _wait(self, calls: list[Any], doing: str) -> None:
         import ray
-        from ray.exceptions import GetTimeoutError, RayActorError
+        from ray.exceptions import GetTimeoutError, NodeDiedError, OutOfMemoryError, RayActorError
 
         left = []
         for handle, call in zip(self._left, calls, strict=True):
             try:
                 ray.get(call, timeout=self.timeout_s)
-            except RayActorError as e:
+            except (RayActorError, NodeDiedError, OutOfMemoryError) as e:
                 if self.strict:
                     raise EngineError(f"an engine was lost during a weight update ({doing}): {e}") from e
                 continue

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import ray
+from ray.exceptions import OutOfMemoryError
 
 from infra.pool import ActorLost, ActorPool, ActorTimeout
 
@@ -186,6 +187,30 @@ async def test_pool_gives_up_after_too_many_failures_in_a_row(ray_session: None)
     with pytest.raises(ActorLost, match="no actor is left"):
         await pool.call("whoami")
     await pool.shutdown()
+
+
+async def test_a_worker_killed_for_memory_is_lost_and_replaced() -> None:
+    class Method:
+        async def killed(self) -> None:
+            raise OutOfMemoryError("the node ran low on memory")
+
+        def remote(self) -> Any:
+            return self.killed()
+
+    class Handle:
+        go = Method()
+
+    class Pool(ActorPool):
+        lost: list[str]
+
+        def _lose(self, member: Any, reason: str) -> None:
+            self.lost = [reason]
+
+    pool = Pool("rollout", lambda _: Handle(), size=1, slots=1)
+    pool.start()
+    with pytest.raises(ActorLost, match="low on memory"):
+        await pool.call("go")
+    assert pool.lost == ["the node ran low on memory"]
 
 
 def test_errors_survive_pickling() -> None:

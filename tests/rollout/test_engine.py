@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import ray
+from ray.exceptions import OutOfMemoryError
 
 from configs.schema import EngineConfig
 from infra.errors import ConfigError, EngineError
-from rollout.engine import EngineClient, EngineLost, EnginePool, Generation, ScriptedEngine
+from rollout.engine import EngineClient, EngineLost, EnginePool, Generation, ScriptedEngine, _answer
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -127,3 +128,11 @@ async def test_scripted_engine_stops_and_cuts() -> None:
     cut = await engine.generate(request_id="a/1", max_tokens=3, stop_ids=[8], **ask_for)
     assert (cut.token_ids, cut.finish_reason) == ((1, 2, 7), "length")
     assert engine.requests == [("a/0", (1, 2)), ("a/1", (1, 2))]
+
+
+async def test_a_replica_killed_for_memory_is_lost_so_that_others_serve() -> None:
+    async def killed() -> None:
+        raise OutOfMemoryError("the node ran low on memory")
+
+    with pytest.raises(EngineLost, match="low on memory"):
+        await _answer(killed())
