@@ -29,7 +29,10 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 config_app = typer.Typer(
-    help="Check or show a configuration; runs nothing.", no_args_is_help=True, rich_markup_mode=None
+    help="Check or show a configuration; runs nothing.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    epilog="Example: gagar config check configs/quickstart.yaml",
 )
 app.add_typer(config_app, name="config")
 
@@ -172,7 +175,10 @@ def _load(config: Path, overrides: list[str] | None, arms: list[Path] | None, na
     named = [] if name is None else [f"name={name}"]
     loaded = load_run(config, [*(overrides or []), *named], arms or []).config
     for source_name, source in loaded.sources.items():
-        make_source(source_name, source)
+        try:
+            make_source(source_name, source)
+        except ConfigError as error:
+            raise ConfigError(f"{config}: {error}") from None
     return loaded
 
 
@@ -183,7 +189,7 @@ def _policy_folder(checkpoint: Path) -> Path:
     for folder in (checkpoint / "policy", checkpoint):
         if folder.is_dir() and not missing_files(folder):
             return folder.absolute()
-    lacking = ", ".join(missing_files(checkpoint)) if checkpoint.is_dir() else "it is no folder"
+    lacking = f"it lacks {', '.join(missing_files(checkpoint))}" if checkpoint.is_dir() else "it is no folder"
     raise ConfigError(
         f"--checkpoint {checkpoint}: not a checkpoint ({lacking}); give runs/NAME/checkpoints/step-N or a Hugging Face "
         "folder"
