@@ -98,6 +98,8 @@ def _read(file: Path, origins: dict[KeyPath, str]) -> dict[str, Any]:
         raise ConfigError(f"{file}:{line}: not valid YAML ({reason}); mend this line") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{file}: not valid YAML ({error}); mend the file") from None
+    except RecursionError:
+        raise ConfigError(f"{file}: a section holds itself, or nests too deep; write it out") from None
     if not isinstance(data, dict):
         raise ConfigError(f"{file}: holds a {type(data).__name__}, not sections; start with e.g. `name: my-run`")
     return data
@@ -187,8 +189,13 @@ def _apply(data: dict[str, Any], override: str, origins: dict[KeyPath, str], fil
         del section[keys[-1]]
         return
     try:
-        section[keys[-1]] = yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError:
+        loader = _Loader(text)
+        try:
+            node = loader.get_single_node()
+            section[keys[-1]] = None if node is None else _build(loader, node, path, origin, {})
+        finally:
+            loader.dispose()
+    except (yaml.YAMLError, RecursionError):
         raise ConfigError(f"{origin}: {text!r} is not a YAML value; quote it: {key}='\"...\"'") from None
     for i in range(1, len(path) + 1):
         origins.setdefault(path[:i], origin)

@@ -38,22 +38,35 @@ def read_facts(folder: Path) -> ModelFacts:
         ValueError: config.json or a weight file's header is not what its name says.
         OSError: a file cannot be read.
     """
-    described: Any = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    if not isinstance(described, dict):
-        raise ValueError("config.json does not hold an object")
+    described = _object(folder / "config.json")
+    _object(folder / "tokenizer.json")
     parameters = weight_bytes = 0
     for file in sorted(folder.glob(WEIGHTS)):
         header = _header(file)
-        parameters += sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+        try:
+            parameters += sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+        except (KeyError, TypeError):
+            raise ValueError(f"{file.name} is not a safetensors file") from None
         weight_bytes += file.stat().st_size
+    named = described.get("architectures")
     positions, heads = described.get("max_position_embeddings"), described.get("num_attention_heads")
     return ModelFacts(
-        architecture=str((described.get("architectures") or [described.get("model_type", "unknown")])[0]),
+        architecture=str(named[0] if isinstance(named, list) and named else described.get("model_type", "unknown")),
         parameters=parameters,
         weight_bytes=weight_bytes,
         max_positions=positions if isinstance(positions, int) else None,
         attention_heads=heads if isinstance(heads, int) else None,
     )
+
+
+def _object(file: Path) -> dict[str, Any]:
+    try:
+        value: Any = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file.name}: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{file.name} does not hold an object")
+    return value
 
 
 def _header(file: Path) -> dict[str, Any]:

@@ -118,7 +118,7 @@ def _suggest(path: KeyPath, model: type[BaseModel], data: Mapping[str, Any]) -> 
     close = difflib.get_close_matches(key, siblings, n=1)
     if close:
         return f"did you mean {'.'.join([parent, close[0]] if parent else [close[0]])}?"
-    elsewhere = [p for p in known_keys(model) if p.rsplit(".", 1)[-1] == key]
+    elsewhere = [p for p in known_keys(model) if p.rsplit(".", 1)[-1] == key and p != ".".join(map(str, path))]
     if elsewhere:
         return f"did you mean {elsewhere[0]}?"
     return f"remove it; known here: {', '.join(siblings)}" if siblings else "remove it"

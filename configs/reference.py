@@ -119,7 +119,8 @@ def _constraints(annotation: Any, metadata: list[Any]) -> list[Any]:
     """Bounds of a number, also where it may be null."""
     found = list(metadata)
     if typing.get_origin(annotation) is typing.Annotated:
-        found += annotation.__metadata__
+        for item in annotation.__metadata__:
+            found += getattr(item, "metadata", [item])
     elif typing.get_origin(annotation) in (typing.Union, types.UnionType):
         for argument in typing.get_args(annotation):
             found += _constraints(argument, [])

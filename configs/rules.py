@@ -6,10 +6,12 @@ effect count only if the user wrote them: defaults are silent.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel
 
@@ -20,6 +22,7 @@ from configs.schema import (
     EndpointGraderBackend,
     EngineConfig,
     MinirepoSource,
+    RemoteSandbox,
     Resources,
     RunConfig,
     VllmGraderBackend,
@@ -248,18 +251,60 @@ def _gpus(config: RunConfig, key: str, resources: Resources, wanted: int, device
         yield _problem(config, f"{key}.gpus", f"does not fit the {wanted} GPUs that one actor uses; set it to {wanted}")
 
 
+def worker_resources(config: RunConfig) -> Iterator[Problem]:
+    """Rollout and grader workers compute on CPUs, and Ray counts CPUs and GPUs apart from custom resources."""
+    pools = {"rollout.resources": config.rollout.resources}
+    if config.grader is not None:
+        pools["grader.resources"] = config.grader.resources
+    for key, resources in pools.items():
+        if resources.gpus:
+            yield _problem(config, f"{key}.gpus", "would leave GPUs idle, because these workers use none; set it to 0")
+    pools |= {f"{key}.resources": engine.resources for key, engine in _engines(config)}
+    pools["learner.resources"] = config.learner.resources
+    for key, resources in pools.items():
+        for name in resources.custom:
+            if name.upper() in ("CPU", "GPU", "MEMORY", "OBJECT_STORE_MEMORY"):
+                yield _problem(config, f"{key}.custom.{name}", "is no custom resource; use cpus and gpus")
+
+
 def grader_engine(config: RunConfig) -> Iterator[Problem]:
     """The grader's weights never change."""
     yield from _idle(config, "grader.backend.engine.weight_transfer", "the grader's weights are never updated")
 
 
 def grader_backend(config: RunConfig) -> Iterator[Problem]:
-    """What an endpoint's address must look like."""
+    """What an endpoint's address must look like, and no key in the configuration, which the run folder keeps."""
     backend = config.grader.backend if config.grader is not None else None
-    if isinstance(backend, EndpointGraderBackend) and not backend.base_url.startswith(("http://", "https://")):
-        yield _problem(
-            config, "grader.backend.base_url", "is not an address; give e.g. https://host/v1 or http://host:8000/v1"
-        )
+    if isinstance(backend, EndpointGraderBackend):
+        yield from _address(config, "grader.backend.base_url", backend.base_url, "https://host/v1")
+        yield from _variable(config, "grader.backend.api_key_env", backend.api_key_env)
+
+
+def remote_sandbox(config: RunConfig) -> Iterator[Problem]:
+    """Addresses of servers, and the variable with their token."""
+    sandbox = config.rollout.sandbox
+    if isinstance(sandbox, RemoteSandbox):
+        for host in sandbox.hosts:
+            yield from _address(config, "rollout.sandbox.hosts", host, "http://host:port")
+        yield from _variable(config, "rollout.sandbox.token_env", sandbox.token_env)
+
+
+def _address(config: RunConfig, key: str, address: str, example: str) -> Iterator[Problem]:
+    try:
+        parts = urlsplit(address)
+    except ValueError:
+        parts = urlsplit("")
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        yield _problem(config, key, f"is not an address; give e.g. {example} or http://host:8000/v1")
+    elif "@" in parts.netloc or parts.query or parts.fragment:
+        message = f"may hold a secret, which would stand in the run folder; give the bare address, e.g. {example}"
+        yield Problem(path=tuple(key.split(".")), message=message)
+
+
+def _variable(config: RunConfig, key: str, name: str) -> Iterator[Problem]:
+    if not (name.isascii() and name.isidentifier()):
+        message = "is not the name of an environment variable (a key itself never stands here); give e.g. MY_API_KEY"
+        yield Problem(path=tuple(key.split(".")), message=message)
 
 
 def sandboxes(config: RunConfig) -> Iterator[Problem]:
@@ -337,7 +382,7 @@ def models(config: RunConfig) -> Iterator[Problem]:
 
 def _folder(config: RunConfig, key: str, engine: EngineConfig | None) -> Iterator[Problem]:
     folder = Path(str(value_at(config, key)))
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # unlike Path.is_dir, false for a path that is too long
         yield _problem(
             config, key, "no such folder; give a checkpoint in Hugging Face format (relative to the configuration file)"
         )
@@ -377,6 +422,8 @@ RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     learner_device,
     grader_engine,
     grader_backend,
+    remote_sandbox,
+    worker_resources,
     sandboxes,
     mixing,
     evaluation,

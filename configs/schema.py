@@ -13,23 +13,41 @@ from typing import Annotated, Any, Literal
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
-    PositiveFloat,
-    PositiveInt,
     ValidationInfo,
     model_validator,
 )
 
-Probability = Annotated[float, Field(ge=0.0, le=1.0)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0.0)]
+
+def _no_flag(value: Any) -> Any:
+    """Pydantic would read `true` as 1."""
+    if isinstance(value, bool):
+        raise ValueError("must be a number, not true or false; change the value")
+    return value
+
+
+Int = Annotated[int, BeforeValidator(_no_flag)]
+Float = Annotated[float, BeforeValidator(_no_flag)]
+PositiveInt = Annotated[Int, Field(gt=0)]
+PositiveFloat = Annotated[Float, Field(gt=0)]
+NonNegativeInt = Annotated[Int, Field(ge=0)]
+NonNegativeFloat = Annotated[Float, Field(ge=0.0)]
+Probability = Annotated[Float, Field(ge=0.0, le=1.0)]
+Decay = Annotated[Float, Field(ge=0.0, lt=1.0)]
+NonEmpty = Annotated[str, Field(min_length=1)]
 
 
 def _against_config_folder(value: str, info: ValidationInfo) -> str:
     """A relative model folder means one beside the configuration file (`configs.load` gives its folder)."""
     folder = (info.context or {}).get("folder")
-    return str((folder / Path(value).expanduser()).resolve()) if folder is not None else value
+    if folder is None:
+        return value
+    try:
+        return str((folder / Path(value).expanduser()).resolve())
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ValueError(f"is not a usable path ({error}); give the folder of a checkpoint") from None
 
 
 ModelFolder = Annotated[str, AfterValidator(_against_config_folder)]
@@ -38,7 +56,7 @@ ModelFolder = Annotated[str, AfterValidator(_against_config_folder)]
 class Section(BaseModel):
     """Base of every section: unknown keys are refused and values are immutable."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=False, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=False, protected_namespaces=(), allow_inf_nan=False)
 
 
 class AdvantageMode(StrEnum):
@@ -62,7 +80,7 @@ class Aggregation(StrEnum):
 class LengthPenaltyConfig(Section):
     """M5.4, applied to passing trajectories after the grader's corrections (M1.8)."""
 
-    max_penalty: Annotated[float, Field(gt=0.0, le=1.0)] = 0.2
+    max_penalty: Annotated[Float, Field(gt=0.0, le=1.0)] = 0.2
     """X: the largest deduction from a passing reward."""
     free_excess: NonNegativeFloat = 0.0
     """d: relative excess over l* that costs nothing."""
@@ -70,7 +88,7 @@ class LengthPenaltyConfig(Section):
     """s: relative excess over l* at which the whole penalty applies; must be above free_excess."""
     exponent: PositiveFloat = 1.5
     """g: shape of the ramp."""
-    percentile: Annotated[float, Field(ge=0.0, le=100.0)] = 30.0
+    percentile: Annotated[Float, Field(ge=0.0, le=100.0)] = 30.0
     """B: the percentile of passing lengths that is l*."""
     min_pass_rate: Probability = 0.5
     """A: groups whose pass rate is not above this are left alone."""
@@ -97,15 +115,15 @@ class RubricConfig(Section):
     """Share of freedom from side effects."""
     weight_consistency: NonNegativeFloat = 0.10
     """Share of codebase consistency."""
-    t1_first: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    t1_first: Annotated[Float, Field(gt=0.0, le=1.0)] = 1.0
     """Factor of the first tied group in tier 1 (M3.4)."""
-    t1_rest: Annotated[float, Field(gt=0.0, le=1.0)] = 0.9
+    t1_rest: Annotated[Float, Field(gt=0.0, le=1.0)] = 0.9
     """Factor of the others in tier 1."""
-    t2_high: Annotated[float, Field(gt=0.0, le=1.0)] = 0.85
+    t2_high: Annotated[Float, Field(gt=0.0, le=1.0)] = 0.85
     """Factor of the first tied group in tier 2."""
-    t2_low: Annotated[float, Field(gt=0.0, le=1.0)] = 0.40
+    t2_low: Annotated[Float, Field(gt=0.0, le=1.0)] = 0.40
     """Factor of the last one in tier 2; between them it falls linearly."""
-    t3: Annotated[float, Field(gt=0.0, le=1.0)] = 0.2
+    t3: Annotated[Float, Field(gt=0.0, le=1.0)] = 0.2
     """Factor of tier 3."""
 
     @model_validator(mode="after")
@@ -129,11 +147,11 @@ class AlgorithmConfig(Section):
 
     mode: AdvantageMode = AdvantageMode.REDISTRIBUTE
     """How outcome advantages and quality factors become training advantages (M4.6)."""
-    group_size: Annotated[int, Field(ge=2)] = 6
+    group_size: Annotated[Int, Field(ge=2)] = 6
     """n: trajectories sampled for one task."""
-    min_valid: Annotated[int, Field(ge=2)] = 2
+    min_valid: Annotated[Int, Field(ge=2)] = 2
     """A group with fewer valid trajectories (after masking, M1.3) is skipped and counted."""
-    lambda_max: Annotated[float, Field(ge=1.0)] = 1.5
+    lambda_max: Annotated[Float, Field(ge=1.0)] = 1.5
     """Cap of the scale-up (M4.3); used by mode `redistribute` only."""
     rubric: RubricConfig = RubricConfig()
     length_penalty: LengthPenaltyConfig | None = None
@@ -161,11 +179,11 @@ class PpoClipLoss(Section):
     """PPO-clip with dual clip (M5.1)."""
 
     name: Literal["ppo_clip"]
-    clip_low: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.2
+    clip_low: Annotated[Float, Field(gt=0.0, lt=1.0)] = 0.2
     """Ratios below 1 - clip_low are clipped."""
     clip_high: PositiveFloat = 0.2
     """Ratios above 1 + clip_high are clipped."""
-    dual_clip: Annotated[float, Field(gt=1.0)] = 3.0
+    dual_clip: Annotated[Float, Field(gt=1.0)] = 3.0
     """Lower bound of the objective for negative advantages, as a multiple of the advantage."""
 
 
@@ -182,9 +200,9 @@ class SourceBase(Section):
 
     groups_per_step: NonNegativeInt
     """B_i: groups of this source in every training batch; 0 keeps the source for evaluation only."""
-    seed: int = 0
+    seed: Int = 0
     """Seed of the task stream; another seed gives other tasks."""
-    prior_acceptance: Annotated[float, Field(gt=0.0, le=1.0)] = 0.6
+    prior_acceptance: Annotated[Float, Field(gt=0.0, le=1.0)] = 0.6
     """Cold-start estimate of r_i, the share of groups that can be trained on."""
     prior_time_s: PositiveFloat = 20.0
     """Cold-start estimate of t_i, the effective rollout time of a group, in seconds."""
@@ -235,7 +253,7 @@ class DockerSandbox(Section):
     """SWE-ReX DockerDeployment (also podman)."""
 
     type: Literal["docker"]
-    image: str
+    image: NonEmpty
     """Image with bash, git and what the tasks need."""
     runtime: Literal["docker", "podman"] = "docker"
     """Container program on the worker's host."""
@@ -255,7 +273,7 @@ class ModalSandbox(Section):
     """SWE-ReX ModalDeployment."""
 
     type: Literal["modal"]
-    image: str
+    image: NonEmpty
     """Image with bash, git and what the tasks need."""
     start_timeout_s: PositiveFloat = 600.0
     """A sandbox that is not up by then counts as lost."""
@@ -330,7 +348,7 @@ class EngineConfig(Section):
     """Sequences that one engine decodes at once."""
     kv_cache_gib: PositiveFloat = 0.5
     """CPU: size of the KV cache in GiB. CUDA: ignored in favour of gpu_memory_utilization, and refused if set."""
-    gpu_memory_utilization: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
+    gpu_memory_utilization: Annotated[Float, Field(gt=0.0, lt=1.0)] | None = None
     """CUDA only."""
     tensor_parallel_size: PositiveInt = 1
     """CUDA: GPUs of one engine."""
@@ -375,7 +393,7 @@ class EndpointGraderBackend(Section):
     type: Literal["endpoint"]
     base_url: str
     """Address up to /v1."""
-    model: str
+    model: NonEmpty
     """Name of the model at the endpoint."""
     api_key_env: str = "OPENAI_API_KEY"
     """Environment variable that holds the key; the key itself never enters a configuration."""
@@ -396,7 +414,7 @@ class GraderConfig(Section):
     style: Literal["compact", "full"] = "compact"
     """compact: the terse prompt the shipped grader checkpoint was trained on (default of the vllm backend);
     full: explains the rubric and shows whole patches, for real language models (default of the endpoint backend)."""
-    repair_rounds: Annotated[int, Field(ge=0, le=1)] = 0
+    repair_rounds: Annotated[Int, Field(ge=0, le=1)] = 0
     """How often a model whose verdict is invalid is told why and asked again; the round counts against timeout_s."""
     workers: PositiveInt = 1
     """Grader actors."""
@@ -428,7 +446,7 @@ class OptimizerConfig(Section):
 
     lr: PositiveFloat = 1e-4
     """Learning rate after warm-up."""
-    betas: tuple[Probability, Probability] = (0.9, 0.95)
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
     """Decay of the two moments."""
     eps: PositiveFloat = 1e-8
     """Added to the denominator."""
@@ -451,7 +469,7 @@ class LearnerConfig(Section):
     """Type of weights and activations in the learner; optimiser state is fp32."""
     world_size: PositiveInt = 1
     """Data-parallel ranks."""
-    zero_stage: Annotated[int, Field(ge=0, le=3)] = 0
+    zero_stage: Annotated[Int, Field(ge=0, le=3)] = 0
     """DeepSpeed ZeRO: 1 shards optimiser state, 2 gradients too, 3 weights too."""
     offload_optimizer: bool = False
     """ZeRO >= 1 on CUDA: optimiser state in host memory."""
@@ -499,7 +517,7 @@ class EvalConfig(Section):
     """Held-out tasks."""
     samples: PositiveInt = 1
     """Trajectories of each task."""
-    seed: int = 1234
+    seed: NonNegativeInt = 1234
     """Index of the first task in the held-out stream; another one gives other tasks."""
     before: bool = True
     """Evaluate before the first step."""
@@ -542,7 +560,7 @@ class RunConfig(Section):
     """Folder of the run under `output`."""
     output: str = "runs"
     """Parent folder of runs (relative: against the working directory)."""
-    seed: int = 0
+    seed: Annotated[Int, Field(ge=0, lt=2**31)] = 0
     """Seeds the engines and the order in which graders see candidates; a source has its own seed."""
     steps: PositiveInt
     """Optimiser steps."""

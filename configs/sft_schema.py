@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, model_validator
 
-from configs.schema import NonNegativeInt, Probability, Section
+from configs.schema import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Probability, Section
 
 
 class SftModel(Section):

@@ -35,6 +35,27 @@ def test_the_base_of_these_tests_is_accepted(run_file: Path) -> None:
 
 
 ONE_PROBLEM: list[tuple[tuple[str, ...], str]] = [
+    # secrets, addresses, resources
+    (
+        (ENDPOINT, "grader.backend.api_key_env=sk-proj-1"),
+        "grader.backend.api_key_env: is not the name of an environment",
+    ),
+    ((ENDPOINT, "grader.backend.base_url=https://u:sk@h/v1"), "grader.backend.base_url: may hold a secret"),
+    ((ENDPOINT, "grader.backend.base_url=https://h/v1?key=sk"), "grader.backend.base_url: may hold a secret"),
+    ((ENDPOINT, "grader.backend.base_url=http://"), "grader.backend.base_url = http://: is not an address"),
+    (("rollout.sandbox={type: remote, hosts: [foo]}",), "rollout.sandbox.hosts = [foo]: is not an address"),
+    (
+        ("rollout.resources.gpus=1",),
+        "rollout.resources.gpus = 1.0: would leave GPUs idle, because these workers use none",
+    ),
+    (
+        ("grader.resources.gpus=1",),
+        "grader.resources.gpus = 1.0: would leave GPUs idle, because these workers use none",
+    ),
+    (
+        ("engine.resources.custom={GPU: 1}",),
+        "engine.resources.custom.GPU = 1.0: is no custom resource; use cpus and gpus",
+    ),
     # sources and groups
     (("sources={}", "eval=null", "algorithm.mode=outcome", "grader=null"), "sources: no source has a quota"),
     (
@@ -263,7 +284,7 @@ def test_every_rule_is_exercised_above(run_file: Path) -> None:
         run_file,
     ).config
     assert all(list(rule(config)) == [] for rule in RULES)
-    assert len({rule.__name__ for rule in RULES}) == len(RULES) == 17
+    assert len({rule.__name__ for rule in RULES}) == len(RULES) == 19
 
 
 @pytest.mark.parametrize(
@@ -289,3 +310,26 @@ def test_what_is_kept_holds_defaults_but_no_key_without_effect(run_file: Path) -
     assert "lambda_max" not in kept["algorithm"]
     assert json.loads(json.dumps(kept)) == kept
     assert RunConfig.model_validate(kept).algorithm.mode == "discount"
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "expected"),
+    [
+        ("tokenizer.json", "", "tokenizer.json: Expecting value"),
+        ("tokenizer.json", "[]", "tokenizer.json does not hold an object"),
+    ],
+)
+def test_a_broken_file_of_a_checkpoint_is_named(run_file: Path, file: str, text: str, expected: str) -> None:
+    (run_file.parent / "policy" / file).write_text(text)
+    [line] = refusals(run_file)
+    assert f"cannot be read ({expected}" in line
+
+
+def test_a_strange_architecture_is_no_crash(run_file: Path) -> None:
+    (run_file.parent / "policy" / "config.json").write_text('{"architectures": {"a": 1}, "model_type": "llama"}')
+    assert load_run(run_file).config.name == "test"
+
+
+def test_a_path_that_is_too_long_is_no_folder(run_file: Path) -> None:
+    [line] = refusals(run_file, f"engine.model=/{'a' * 5000}", f"learner.model=/{'a' * 5000}")
+    assert "no such folder" in line

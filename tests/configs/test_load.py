@@ -198,3 +198,30 @@ def test_files_that_cannot_be_read(tmp_path: Path, text: str, expected: str) -> 
 def test_a_missing_file_and_a_folder(tmp_path: Path) -> None:
     assert "no such file" in message(tmp_path / "none.yaml")
     assert "cannot be read" in message(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("steps=true", "steps = true: must be a number, not true or false"),
+        ("learner.optimizer.lr=.inf", "learner.optimizer.lr = .inf: must be a finite number"),
+        ("rollout.sampling.temperature=.inf", "rollout.sampling.temperature = .inf: must be a finite number"),
+        ("learner.optimizer.betas=[0.9, 1.0]", "learner.optimizer.betas.1 = 1.0: must be less than 1"),
+        ("seed=-1", "seed = -1: must be greater than or equal to 0"),
+        ("seed=2147483648", "seed = 2147483648: must be less than 2147483648"),
+        ("engine.model=~no-such-user/x", "is not a usable path"),
+        ("rollout.sandbox={type: jail, type: docker}", "rollout.sandbox.type is given twice"),
+    ],
+)
+def test_values_that_would_fail_later(run_file: Path, override: str, expected: str) -> None:
+    assert expected in message(run_file, override)
+
+
+def test_a_key_of_another_kind_is_not_suggested_for_itself(run_file: Path) -> None:
+    text = message(run_file, "loss.objective={name: ppo_clip, bounds_positive: [0.2, 5]}")
+    assert "unknown key; remove it; known here: name, clip_low" in text
+
+
+def test_a_section_that_holds_itself(run_file: Path) -> None:
+    run_file.write_text(run_file.read_text() + "ray: &a {address: *a}\n")
+    assert "a section holds itself" in message(run_file)
