@@ -51,7 +51,8 @@ def cut_logs(run_dir: Path, sizes: Mapping[str, int]) -> None:
         path = run_dir / name
         if path.exists():
             with path.open("r+b") as file:
-                file.truncate(sizes.get(name, 0))
+                # A log that lost its end with the machine's power must not be filled up with zeros.
+                file.truncate(min(sizes.get(name, 0), path.stat().st_size))
 
 
 class Checkpoints:

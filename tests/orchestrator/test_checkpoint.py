@@ -28,3 +28,9 @@ def test_a_group_that_ends_while_weights_are_written_leaves_the_log_on_resume(tm
     assert checkpoint.state["logs"] == {"groups.jsonl": 7}
     cut_logs(tmp_path, checkpoint.state["logs"])
     assert log.read_text() == "before\n"
+
+
+def test_a_log_shorter_than_at_the_checkpoint_is_not_filled_up(tmp_path: Path) -> None:
+    (tmp_path / "spans.jsonl").write_text("{}\n")
+    cut_logs(tmp_path, {"spans.jsonl": 100})
+    assert (tmp_path / "spans.jsonl").read_bytes() == b"{}\n"
