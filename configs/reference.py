@@ -25,7 +25,7 @@ INTRODUCTION = """\
 
 A run is one YAML file. Start from one in `configs/`; change single keys on the command line:
 
-    gagar train configs/quickstart.yaml steps=8 learner.optimizer.lr=3e-4 grader=null
+    gagar train configs/quickstart.yaml steps=8 algorithm.mode=outcome grader=null
     gagar train configs/quickstart.yaml '~algorithm.group_size'          # back to the default
     gagar train configs/learn.yaml --arm configs/arms/outcome.yaml       # a file merged over it
     gagar config check configs/learn.yaml                                # what is wrong with it, before anything starts

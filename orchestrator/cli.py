@@ -100,7 +100,7 @@ def sft(
 
 @app.command(
     name="eval",
-    epilog="Example: gagar eval configs/learn.yaml --checkpoint runs/learn/checkpoints/step-000024 eval.samples=3",
+    epilog="Example: gagar eval configs/learn.yaml --checkpoint runs/learn/checkpoints/step-000030 eval.samples=3",
 )
 def evaluate(
     config: Config,
@@ -150,7 +150,7 @@ def doctor(
         raise GagarError(f"{failed} of {len(findings)} checks failed; see the arrows above")
 
 
-@config_app.command(epilog="Example: gagar config check configs/cluster.yaml engine.model=/my/policy")
+@config_app.command(epilog="Example: gagar config check configs/learn.yaml steps=40")
 def check(config: Config, overrides: Overrides = None, arm: Arms = None) -> None:
     """Find unknown keys, wrong values, impossible combinations and keys without effect."""
     loaded = _load(config, overrides, arm, None)
