@@ -184,7 +184,8 @@ class ActorPool:
 
     async def _wait(self, member: _Member, method: str, ref: Any, timeout_s: float | None) -> Any:
         try:
-            value = await asyncio.wait_for(_value(ref), timeout_s)
+            async with asyncio.timeout(timeout_s):  # wait_for can lose a cancellation that meets the result
+                value = await _value(ref)
         except TimeoutError as e:
             if timeout_s is None or _is_task_error(e):  # raised by the method itself
                 raise

@@ -325,7 +325,7 @@ def _open_run(run_dir: Path, config: RunConfig, *, resume: bool, say: Callable[[
             require_run(run_dir)
             _refuse_running(run_dir)
             checkpoint = Checkpoints(run_dir, keep=config.checkpoint.keep).latest()
-            if checkpoint and checkpoint.step >= config.steps:
+            if checkpoint and checkpoint.step >= config.steps and not _evaluation_missing(run_dir, config):
                 raise GagarError(
                     f"{run_dir}: already at step {checkpoint.step} of {config.steps}; raise `steps` to train on"
                 )
@@ -344,6 +344,12 @@ def _open_run(run_dir: Path, config: RunConfig, *, resume: bool, say: Callable[[
     except OSError as e:
         raise StorageError(f"{run_dir}: cannot be set up ({e}); choose another `output` or free space") from e
     return checkpoint
+
+
+def _evaluation_missing(run_dir: Path, config: RunConfig) -> bool:
+    """Whether a run that did all its steps ended before its last evaluation."""
+    wanted = config.eval is not None and config.eval.after
+    return wanted and all(line["label"] != "after" for line in read_jsonl(run_dir / EVAL))
 
 
 def _refuse_running(run_dir: Path) -> None:
