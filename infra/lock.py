@@ -56,19 +56,19 @@ def read_lock(path: Path) -> dict[str, str]:
 
 def check(pins: dict[str, str], *, files: bool = False) -> list[Problem]:
     """Pins that the running interpreter's environment does not meet; with `files`, packages with lost files too."""
-    installed = {
-        normalise(name): distribution
-        for distribution in metadata.distributions()
-        if (name := distribution.metadata["Name"]) is not None
-    }
+    installed: dict[str, metadata.Distribution] = {}
+    for distribution in metadata.distributions():
+        name: str | None = distribution.metadata["Name"]  # None where an interrupted install left a folder behind
+        if name:
+            installed[normalise(name)] = distribution
     problems: list[Problem] = []
     for name, wanted in pins.items():
-        distribution = installed.get(name)
-        if distribution is None:
+        found = installed.get(name)
+        if found is None:
             problems.append(Problem(name=name, wanted=wanted, found=None))
-        elif distribution.version != wanted:
-            problems.append(Problem(name=name, wanted=wanted, found=distribution.version))
-        elif files and (lost := _lost_file(distribution)) is not None:
+        elif found.version != wanted:
+            problems.append(Problem(name=name, wanted=wanted, found=found.version))
+        elif files and (lost := _lost_file(found)) is not None:
             problems.append(Problem(name=name, wanted=wanted, found=wanted, missing_file=lost))
     return problems
 

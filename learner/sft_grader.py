@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from configs.schema import GraderConfig, MinirepoSource
+from configs.schema import EngineConfig, GraderConfig, MinirepoSource, VllmGraderBackend
 from configs.sft_schema import GraderData, SftRecipe
 from envs.source import make_source
 from envs.task import Split
@@ -28,8 +28,9 @@ class GraderExamples:
     def __init__(self, data: GraderData) -> None:
         self._data = data
         self._source = make_source(data.source, MinirepoSource(type="minirepo", groups_per_step=0, seed=data.seed))
-        # Only what shapes the prompt matters here; no backend is ever started.
-        self._config = GraderConfig.model_construct(style="compact", prompt_chars=data.prompt_chars)
+        # Only what shapes the prompt matters here: the backend is named, never started.
+        backend = VllmGraderBackend(type="vllm", engine=EngineConfig(model="the checkpoint in training"))
+        self._config = GraderConfig(backend=backend, style="compact", prompt_chars=data.prompt_chars)
 
     def group(self, index: int, split: Split = Split.TRAIN) -> GraderExample:
         """Example `index` >= 0."""

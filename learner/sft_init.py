@@ -35,7 +35,8 @@ def copying_init(model: LlamaForCausalLM, *, heads: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
 
     def orthonormal(columns: int) -> torch.Tensor:
-        return torch.linalg.qr(torch.randn(hidden - 1, columns, generator=generator))[0]
+        basis: torch.Tensor = torch.linalg.qr(torch.randn(hidden - 1, columns, generator=generator))[0]
+        return basis
 
     config = model.config
     hidden, dim = config.hidden_size, config.hidden_size // config.num_attention_heads

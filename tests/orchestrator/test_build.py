@@ -35,6 +35,6 @@ def test_sigterm_shuts_the_parts_down_and_says_how_to_go_on() -> None:
         finally:
             closed.append("parts")
 
-    with pytest.raises(GagarError, match="SIGTERM.*--resume"):
+    with pytest.raises(GagarError, match=r"SIGTERM.*--resume"):
         _run(runs())
     assert closed == ["parts"]
