@@ -59,8 +59,8 @@ def check(pins: dict[str, str], *, files: bool = False) -> list[Problem]:
     installed: dict[str, metadata.Distribution] = {}
     for distribution in metadata.distributions():
         name: str | None = distribution.metadata["Name"]  # None where an interrupted install left a folder behind
-        if name:
-            installed[normalise(name)] = distribution
+        if name:  # the first on the path is the one that is imported; setuptools puts old copies of others at its end
+            installed.setdefault(normalise(name), distribution)
     problems: list[Problem] = []
     for name, wanted in pins.items():
         found = installed.get(name)

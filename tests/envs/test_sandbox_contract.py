@@ -44,7 +44,7 @@ def remote_server() -> Iterator[str]:
     words = ["-c", server, "--host", "127.0.0.1", "--port", str(port), "--auth-token", "secret"]
     process = subprocess.Popen(
         [find_bwrap(), *host_mounts(), "--unshare-pid", "--proc", "/proc", "--dev", "/dev", "--die-with-parent",
-         "--tmpfs", "/tmp", "--tmpfs", "/workspace",
+         "--tmpfs", "/tmp", "--tmpfs", "/workspace", "--ro-bind", sys.prefix, sys.prefix,  # may lie below /tmp
          "--setenv", "HIDDEN", "x", "--", sys.executable, *words],
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip

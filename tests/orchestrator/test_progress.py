@@ -76,7 +76,7 @@ def test_away_from_a_terminal_one_line_an_interval() -> None:
 
 def test_on_a_terminal_the_display_holds_pools_states_and_rewards() -> None:
     out = io.StringIO()
-    console = Console(file=out, width=100, force_terminal=True, color_system=None)
+    console = Console(file=out, width=100, force_terminal=True, color_system=None, _environ={"TERM": "xterm"})
     progress = Progress(12, 10.0, console=console, clock=Clock())
     progress.update(snapshot())
     progress.event("[bold]not markup[/bold]")
