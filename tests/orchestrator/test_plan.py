@@ -12,6 +12,7 @@ def test_figures_of_a_plan(tmp_path: Path) -> None:
     folder = tmp_path / "policy"
     folder.mkdir()
     (folder / "config.json").write_text('{"model_type": "llama"}')
+    (folder / "tokenizer.json").write_text('{"model": {"vocab": {}}}')
     header = b'{"a":{"dtype":"F32","shape":[10,4],"data_offsets":[0,160]},"__metadata__":{"format":"pt"}}'
     weights = len(header).to_bytes(8, "little") + header + bytes(160)
     (folder / "model.safetensors").write_bytes(weights)
