@@ -35,7 +35,7 @@ from orchestrator.credit import Credit, GroupOutcome, classify, credit, skipped
 from orchestrator.ledger import CompleteGroup, Ledger, Member, ReadyGroup, RollingGroup
 from orchestrator.mixer import Mixer
 from orchestrator.progress import Activity
-from rollout.trajectory import Status, Trajectory
+from rollout.worker import lost_trajectory
 
 if TYPE_CHECKING:
     from rollout.engine import EnginePool
@@ -203,7 +203,9 @@ class Scheduler:
                     raise GagarError(
                         f"no rollout worker is left ({e}); mend what ends them, then run the same command with --resume"
                     ) from e
-                trajectory = _lost(rolling, trajectory_id, str(e), time.monotonic() - start_s)
+                trajectory = lost_trajectory(
+                    rolling.task, trajectory_id, rolling.group_id, str(e), time.monotonic() - start_s
+                )
             finally:
                 self._roll_slots.release()
         if not trajectory.status.masked:  # losses alone are no progress, so `abort_after_s` ends a run of nothing else
@@ -395,27 +397,3 @@ def _items(batch: list[ReadyGroup]) -> list[BatchItem]:
 
 def _said(error: Exception) -> str:
     return str(error) if isinstance(error, GagarError) else f"{type(error).__name__}: {error}"
-
-
-def _lost(rolling: RollingGroup, trajectory_id: str, error: str, wall_s: float) -> Trajectory:
-    """A trajectory whose worker died or hung: masked as a lost sandbox, since that is what was lost with it (M1.3)."""
-    return Trajectory(
-        trajectory_id=trajectory_id,
-        group_id=rolling.group_id,
-        task_id=rolling.task.task_id,
-        source=rolling.task.source,
-        status=Status.INFRA_SANDBOX,
-        reward=None,
-        passed=None,
-        turns=0,
-        prompt_tokens=0,
-        response_tokens=0,
-        total_tokens=0,
-        policy_versions=(),
-        payload_sha256=None,
-        engine_s=0.0,
-        sandbox_s=0.0,
-        verify_s=0.0,
-        wall_s=wall_s,
-        error=error,
-    )
