@@ -1,7 +1,8 @@
 """Citations and what they resolve to (M2.4). What does not resolve is not evidence.
 
-Three forms: "path:line" (a line that the candidate's patch touches, or shows in the new file), "turn:N" (1-based) and
-"log:N" (1-based line of the candidate's test log). A citation is resolved against its own candidate only.
+Four forms: "path:line" (a line that the candidate's patch touches, or shows in the new file), "turn:N" (1-based),
+"log:N" (1-based line of the candidate's test log) and "run:N" (the check numbered N, which ran on that candidate).
+A citation is resolved against its own candidate only.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Protocol
 
 from rollout.trajectory import Transcript
 
@@ -60,6 +62,7 @@ class CitationKind(StrEnum):
     PATCH = "patch"
     TURN = "turn"
     LOG = "log"
+    RUN = "run"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +74,40 @@ class Citation:
     """Normalised, as it is written to the audit trail."""
 
 
-_EVENT = re.compile(r"(turn|log):([1-9][0-9]{0,5})")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckResult:
+    """A command that the grader ran in its own sandbox (M2.1)."""
+
+    number: int
+    """1-based, counted per group: what "run:N" names."""
+    candidate: str
+    """Label of the candidate whose patch was applied."""
+    command: str
+    exit_code: int | None
+    """None: stopped at its time limit."""
+    output: str
+
+
+class Citable(Protocol):
+    """What citations are resolved against; `grader.candidates.Candidate` is one."""
+
+    @property
+    def label(self) -> str:
+        """Its anonymous label."""
+        ...
+
+    @property
+    def transcript(self) -> Transcript:
+        """Its turns and test log."""
+        ...
+
+    @property
+    def patch(self) -> PatchIndex:
+        """Its parsed patch."""
+        ...
+
+
+_EVENT = re.compile(r"(turn|log|run):([1-9][0-9]{0,5})")
 _PLACE = re.compile(r"(?:\./)?([^\s:][^:\n]{0,399}):([1-9][0-9]{0,6})")
 _FILE_START = re.compile(r"^(?=diff --git )", re.MULTILINE)
 
@@ -118,27 +154,33 @@ def log_lines(transcript: Transcript) -> list[str]:
     return transcript.test_log.rstrip("\n").split("\n") if transcript.test_log.strip() else []
 
 
-def resolve(text: str, transcript: Transcript, patch: PatchIndex) -> Citation | None:
+def resolve(text: str, candidate: Citable, checks: Sequence[CheckResult] = ()) -> Citation | None:
     """What a citation points at in one candidate, or None if it points at nothing."""
     text = text.strip()
     if event := _EVENT.fullmatch(text):
         kind, number = CitationKind(event[1]), int(event[2])
-        count = len(transcript.turns) if kind is CitationKind.TURN else len(log_lines(transcript))
-        return Citation(kind=kind, text=text) if number <= count else None
+        return Citation(kind=kind, text=text) if _happened(kind, number, candidate, checks) else None
     if place := _PLACE.fullmatch(text):
         reference = f"{place[1]}:{int(place[2])}"
-        return Citation(kind=CitationKind.PATCH, text=reference) if reference in patch.references else None
+        return Citation(kind=CitationKind.PATCH, text=reference) if reference in candidate.patch.references else None
     return None
 
 
+def _happened(kind: CitationKind, number: int, candidate: Citable, checks: Sequence[CheckResult]) -> bool:
+    if kind is CitationKind.RUN:
+        return any(check.number == number and check.candidate == candidate.label for check in checks)
+    transcript = candidate.transcript
+    return number <= (len(transcript.turns) if kind is CitationKind.TURN else len(log_lines(transcript)))
+
+
 def resolve_all(
-    texts: Sequence[str], transcript: Transcript, patch: PatchIndex
+    texts: Sequence[str], candidate: Citable, checks: Sequence[CheckResult] = ()
 ) -> tuple[tuple[Citation, ...], tuple[str, ...]]:
     """The citations that resolve, without repetition, and those that do not."""
     found: dict[Citation, None] = {}
     dropped: list[str] = []
     for text in texts:
-        citation = resolve(text, transcript, patch)
+        citation = resolve(text, candidate, checks)
         if citation is None:
             dropped.append(text)
         else:

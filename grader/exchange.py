@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from envs.task import Task
+from grader.evidence import CheckResult
 from grader.verdict import FallbackReason, Grade
 from rollout.trajectory import Trajectory, Transcript
 
@@ -67,6 +68,10 @@ class GradeReply:
     """The last verdict exactly as the model returned it, valid or not."""
     labels: Mapping[str, str]
     """Label -> trajectory id: what the verdict's anonymous labels stand for."""
+    checks: tuple[CheckResult, ...] = ()
+    """Commands that the grader ran, in order: what "run:N" stands for."""
+    cost_usd: float = 0.0
+    """Price of the model's tokens; 0 where the configuration names none."""
 
     def audit(self) -> dict[str, Any]:
         """The `grader` object of groups.jsonl."""
@@ -83,9 +88,15 @@ class GradeReply:
             "labels": dict(self.labels),
             "verdict": self.verdict,
             "detail": self.detail,
+            "reasons": {name: list(c.reasons) for name, c in grade.candidates.items()} if grade else {},
             "evidence": {name: [c.text for c in c_.evidence] for name, c_ in grade.candidates.items()} if grade else {},
             "hacks": {name: [c.text for c in found] for name, found in grade.hacks.items()} if grade else {},
             "dropped_citations": grade.dropped_citations if grade else 0,
+            "checks": [
+                {"number": c.number, "candidate": c.candidate, "command": c.command, "exit_code": c.exit_code}
+                for c in self.checks
+            ],
+            "cost_usd": self.cost_usd,
         }
 
 

@@ -17,13 +17,15 @@ Judge = Callable[[Candidate], CandidateVerdict]
 def judge_by_size(candidate: Candidate) -> CandidateVerdict:
     """Up to two changed lines are T1, up to six T2, more are T3; without any change T2."""
     changed = candidate.patch.changed
+    reasons = [f"{len(changed)} changed lines"] * 5
     if not changed:
-        return CandidateVerdict(evidence=[], flags=[], scores=[3, 3, 3, 3, 3])
+        return CandidateVerdict(evidence=[], reasons=reasons, flags=[], scores=[3, 3, 3, 3, 3])
     if len(changed) <= 2:
-        return CandidateVerdict(evidence=[], flags=[], scores=[5, 5, 5, 5, 5])
+        return CandidateVerdict(evidence=[], reasons=reasons, flags=[], scores=[5, 5, 5, 5, 5])
     if len(changed) <= 6:
-        return CandidateVerdict(evidence=[], flags=[], scores=[4, 4, 3, 4, 4])
-    return CandidateVerdict(evidence=[changed[0].reference], flags=[Flag.UNREQUESTED_REWRITE], scores=[3, 3, 1, 2, 2])
+        return CandidateVerdict(evidence=[], reasons=reasons, flags=[], scores=[4, 4, 3, 4, 4])
+    flags, scores = [Flag.UNREQUESTED_REWRITE], [3, 3, 1, 2, 2]
+    return CandidateVerdict(evidence=[changed[0].reference], reasons=reasons, flags=flags, scores=scores)
 
 
 class ScriptedGrader:

@@ -1,9 +1,9 @@
 """The verdict a model returns on anonymous labels, and the only way from it to a grade (M2.6).
 
-    {"candidates":{"C1":{"evidence":["shop/core.py:7"],"flags":[],"scores":[5,5,4,5,5]},...},
+    {"candidates":{"C1":{"evidence":["shop/core.py:7"],"reasons":["...",...],"flags":[],"scores":[5,5,4,5,5]},...},
      "ranking":[["C1"],["C3","C4"]],"hacks":[]}
 
-The order of the keys is the order of work: evidence, then findings, then scores, and the ranking after all of them.
+The order of the keys is the order of work: evidence, why, findings, scores, and the ranking after all of them.
 Only passing candidates appear. Tiers and factors are not in it: they are computed here (M3).
 """
 
@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from configs.schema import RubricConfig
 from grader.candidates import Candidate, CandidateGroup
-from grader.evidence import Citation, resolve_all
+from grader.evidence import CheckResult, Citation, resolve_all
 from grader.rubric import (
     Flag,
     Flags,
@@ -35,10 +35,11 @@ from grader.rubric import (
     tier_of,
     weighted_score,
 )
+from grader.strict_json import NotJsonError, RepeatedKeyError, load_json, shorten
 
-MAX_VERDICT_CHARS = 65_536
 MAX_CITATIONS = 8
 MAX_CITATION_CHARS = 400
+MAX_REASON_CHARS = 200
 
 
 class FallbackReason(StrEnum):
@@ -87,12 +88,27 @@ class _Part(BaseModel):
 
 
 _Score = Annotated[int, Field(ge=1, le=5)]
+_Citation = Annotated[str, Field(max_length=MAX_CITATION_CHARS)]
+_NOT_ON_ONE_LINE = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+
+
+def _one_line(text: str) -> str:
+    if not text.strip():
+        raise ValueError("a reason is blank")
+    if _NOT_ON_ONE_LINE.search(text):
+        raise ValueError("a reason is one line, without control characters")
+    return text
+
+
+_Reason = Annotated[str, Field(min_length=1, max_length=MAX_REASON_CHARS), AfterValidator(_one_line)]
 
 
 class CandidateVerdict(_Part):
     """One passing candidate."""
 
-    evidence: list[Annotated[str, Field(max_length=MAX_CITATION_CHARS)]] = Field(max_length=MAX_CITATIONS)
+    evidence: list[_Citation] = Field(max_length=MAX_CITATIONS)
+    reasons: list[_Reason] = Field(min_length=5, max_length=5)
+    """One line for each score, in the order of the scores."""
     flags: list[Annotated[Flag, Field(strict=False)]] = Field(max_length=len(Flag))
     scores: list[_Score] = Field(min_length=5, max_length=5)
     """approach, precision, minimality, side effects, consistency."""
@@ -102,7 +118,7 @@ class HackVerdict(_Part):
     """A passing candidate confirmed to rest on a leaked or external answer (M1.5)."""
 
     candidate: str = Field(max_length=16)
-    evidence: list[Annotated[str, Field(max_length=MAX_CITATION_CHARS)]] = Field(max_length=MAX_CITATIONS)
+    evidence: list[_Citation] = Field(max_length=MAX_CITATIONS)
 
 
 class Verdict(_Part):
@@ -112,6 +128,24 @@ class Verdict(_Part):
     ranking: list[Annotated[list[str], Field(min_length=1)]]
     """Tied groups, best first."""
     hacks: list[HackVerdict]
+    group_id: str | None = Field(default=None, max_length=400)
+    """Which group this is about; if it is said, it must be the one that was asked about."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judgement:
+    """One candidate's verdict after validation: evidence resolved, tier and W computed (M3.1, M3.2)."""
+
+    scores: Scores
+    flags: Flags
+    reasons: tuple[str, ...]
+    """[5], in the order of the scores."""
+    weighted: float
+    """W of M3.1."""
+    tier: Tier
+    evidence: tuple[Citation, ...]
+    dropped: tuple[str, ...]
+    """Citations that resolved to nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +154,8 @@ class CandidateGrade:
 
     scores: Scores
     flags: Flags
+    reasons: tuple[str, ...]
+    """[5], in the order of the scores."""
     weighted: float
     """W of M3.1."""
     tier: Tier
@@ -142,28 +178,6 @@ class Grade:
     """Citations that resolved to nothing, beside others that did."""
 
 
-class _RepeatedKey(ValueError):
-    def __init__(self, key: str) -> None:
-        super().__init__(key)
-        self.key = key
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in result:
-            raise _RepeatedKey(key)
-        result[key] = value
-    return result
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
-
-
-_FENCED = re.compile(r"\s*```(?:json)?\s*\n(.*?)\n?\s*```\s*", re.DOTALL)
-
-
 def parse_verdict(text: str, *, complete: bool = True) -> Verdict:
     """The verdict in a model's answer: JSON, alone or in one fenced block.
 
@@ -172,19 +186,46 @@ def parse_verdict(text: str, *, complete: bool = True) -> Verdict:
     """
     if not complete:
         raise InvalidVerdict(FallbackReason.TRUNCATED, f"the answer was cut at its token limit ({len(text)} chars)")
-    if len(text) > MAX_VERDICT_CHARS:
-        raise InvalidVerdict(FallbackReason.NOT_JSON, f"{len(text)} characters; at most {MAX_VERDICT_CHARS} are read")
-    fenced = _FENCED.fullmatch(text)
+    return verdict_from(parse_json(text))
+
+
+def parse_json(text: str) -> Any:
+    """The JSON in a model's answer, strictly.
+
+    Raises:
+        InvalidVerdict: not_json; or, for an object that says a key twice, duplicate_candidate if the key is a label
+            and schema if not.
+    """
     try:
-        data = json.loads(fenced[1] if fenced else text, object_pairs_hook=_unique, parse_constant=_no_constant)
-    except _RepeatedKey as error:
-        label = re.fullmatch(r"C\d+", error.key)
+        return load_json(text)
+    except RepeatedKeyError as error:
+        label = re.fullmatch(r"C[0-9]+", error.key)
         reason = FallbackReason.DUPLICATE_CANDIDATE if label else FallbackReason.SCHEMA
-        raise InvalidVerdict(reason, f"key {_short(error.key)} is repeated") from None
-    except (ValueError, RecursionError) as error:
-        raise InvalidVerdict(FallbackReason.NOT_JSON, _short(str(error))) from None
+        raise InvalidVerdict(reason, str(error)) from None
+    except NotJsonError as error:
+        raise InvalidVerdict(FallbackReason.NOT_JSON, str(error)) from None
+
+
+def verdict_from(data: Any) -> Verdict:
+    """The verdict in parsed JSON.
+
+    Raises:
+        InvalidVerdict: schema or bad_score.
+    """
     try:
         return Verdict.model_validate(data)
+    except ValidationError as error:
+        raise _schema_fault(error) from None
+
+
+def parse_judgement(arguments: Mapping[str, Any]) -> CandidateVerdict:
+    """One candidate's verdict from the arguments of a `judge` call; `candidate`, whom it is about, is not looked at.
+
+    Raises:
+        InvalidVerdict: schema or bad_score.
+    """
+    try:
+        return CandidateVerdict.model_validate({key: arguments[key] for key in arguments if key != "candidate"})
     except ValidationError as error:
         raise _schema_fault(error) from None
 
@@ -195,66 +236,91 @@ def _schema_fault(error: ValidationError) -> InvalidVerdict:
     bad_score = "scores" in place and first["type"] != "missing"
     where = ".".join(str(part) for part in place) or "the answer"
     return InvalidVerdict(
-        FallbackReason.BAD_SCORE if bad_score else FallbackReason.SCHEMA, _short(f"{where}: {first['msg']}")
+        FallbackReason.BAD_SCORE if bad_score else FallbackReason.SCHEMA, shorten(f"{where}: {first['msg']}")
     )
 
 
-def _short(text: str, limit: int = 200) -> str:
-    """A fragment of what a model wrote, safe to log: ASCII, bounded."""
-    return ascii(text[:limit])[1:-1]
-
-
-def validate(verdict: Verdict, group: CandidateGroup, rubric: RubricConfig) -> Grade:
+def validate(
+    verdict: Verdict, group: CandidateGroup, rubric: RubricConfig, checks: Sequence[CheckResult] = ()
+) -> Grade:
     """Check a verdict against the group it is about, and compute tiers, ties and factors.
 
     Ties are allowed and kept, also between different W (M3.3: a tie is not a reorder); a tie across tiers is an order
     against tiers. A confirmed hack leaves P (M1.5): it must be in the ranking once, but where it stands says nothing.
 
+    Args:
+        checks: what the grader ran while it worked on this group; "run:N" resolves to these.
+
     Raises:
         InvalidVerdict: any rule of M2.6 is broken.
     """
+    if verdict.group_id is not None and verdict.group_id != group.group_id:
+        raise InvalidVerdict(
+            FallbackReason.MISMATCH, f"it is about group {shorten(verdict.group_id, 80)}, not this one"
+        )
     passing = {c.label: c for c in group.passing}
     known = {c.label for c in group.candidates}
     _covers("candidates", list(verdict.candidates), passing, known)
     _covers("ranking", [label for tied in verdict.ranking for label in tied], passing, known)
-    hacks = _hacks(verdict, passing, known)
-    kept: dict[str, _Judged] = {}
-    dropped = 0
-    for label, candidate in passing.items():
-        judged, lost = _judge(verdict.candidates[label], candidate)
-        dropped += lost
-        if label not in hacks:
-            kept[label] = judged
+    hacks = _hacks(verdict, passing, known, checks)
+    judged = {label: judge_candidate(verdict.candidates[label], c, rubric, checks) for label, c in passing.items()}
+    kept = {label: one for label, one in judged.items() if label not in hacks}
     ranking = [tied for group_ in verdict.ranking if (tied := [label for label in group_ if label in kept])]
-    weights = {label: weighted_score(judged.scores, rubric) for label, judged in kept.items()}
-    _order(ranking, kept, weights)
-    ties = tie_indices(ranking, {label: judged.tier for label, judged in kept.items()})
-    values = factors([j.tier for j in kept.values()], [ties[label] for label in kept], rubric)
-    grades = {
-        passing[label].trajectory.trajectory_id: CandidateGrade(
-            scores=judged.scores,
-            flags=judged.flags,
-            weighted=weights[label],
-            tier=judged.tier,
-            tie=ties[label],
-            factor=factor,
-            evidence=judged.evidence,
-        )
-        for (label, judged), factor in zip(kept.items(), values, strict=True)
-    }
+    _order(ranking, kept)
+    ties = tie_indices(ranking, {label: one.tier for label, one in kept.items()})
+    values = factors([one.tier for one in kept.values()], [ties[label] for label in kept], rubric)
     return Grade(
-        candidates=grades,
+        candidates={
+            passing[label].trajectory.trajectory_id: _grade(one, ties[label], factor)
+            for (label, one), factor in zip(kept.items(), values, strict=True)
+        },
         hacks={passing[label].trajectory.trajectory_id: found for label, found in hacks.items()},
-        dropped_citations=dropped,
+        dropped_citations=sum(len(one.dropped) for one in judged.values()),
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Judged:
-    scores: Scores
-    flags: Flags
-    tier: Tier
-    evidence: tuple[Citation, ...]
+def _grade(judged: Judgement, tie: int, factor: float) -> CandidateGrade:
+    return CandidateGrade(
+        scores=judged.scores,
+        flags=judged.flags,
+        reasons=judged.reasons,
+        weighted=judged.weighted,
+        tier=judged.tier,
+        tie=tie,
+        factor=factor,
+        evidence=judged.evidence,
+    )
+
+
+def judge_candidate(
+    verdict: CandidateVerdict, candidate: Candidate, rubric: RubricConfig, checks: Sequence[CheckResult] = ()
+) -> Judgement:
+    """One candidate's verdict with its evidence resolved (M2.4) and its tier and W computed (M3).
+
+    Raises:
+        InvalidVerdict: failing_ranked, or unresolved_evidence.
+    """
+    if not candidate.passed:
+        raise InvalidVerdict(FallbackReason.FAILING_RANKED, f"{candidate.label} failed its tests; it is not judged")
+    scores, flags = Scores(*verdict.scores), Flags(frozenset(verdict.flags))
+    found, dropped = resolve_all(verdict.evidence, candidate, checks)
+    if is_negative(scores, flags) and not found:
+        raise _unresolved(f"{candidate.label} is judged negatively", verdict.evidence)
+    return Judgement(
+        scores=scores,
+        flags=flags,
+        reasons=tuple(verdict.reasons),
+        weighted=weighted_score(scores, rubric),
+        tier=tier_of(scores, flags),
+        evidence=found,
+        dropped=dropped,
+    )
+
+
+def _unresolved(what: str, cited: Sequence[str]) -> InvalidVerdict:
+    lost = "; ".join(shorten(text, 60) for text in cited[:3])
+    detail = f"{what}, but points at nothing that exists" + (f" ({lost})" if lost else "")
+    return InvalidVerdict(FallbackReason.UNRESOLVED_EVIDENCE, f"{detail}; cite path:line, turn:N, log:N or run:N of it")
 
 
 def _covers(what: str, labels: Sequence[str], passing: Mapping[str, Candidate], known: set[str]) -> None:
@@ -271,37 +337,28 @@ def _covers(what: str, labels: Sequence[str], passing: Mapping[str, Candidate], 
 
 def _is_passing(what: str, label: str, passing: Mapping[str, Candidate], known: set[str]) -> None:
     if label not in known:
-        raise InvalidVerdict(FallbackReason.UNKNOWN_CANDIDATE, f"{what} names {_short(label, 40)}; there is no such")
+        raise InvalidVerdict(FallbackReason.UNKNOWN_CANDIDATE, f"{what} names {shorten(label, 40)}; there is no such")
     if label not in passing:
         raise InvalidVerdict(FallbackReason.FAILING_RANKED, f"{what} names {label}, which failed its tests")
 
 
-def _hacks(verdict: Verdict, passing: Mapping[str, Candidate], known: set[str]) -> dict[str, tuple[Citation, ...]]:
+def _hacks(
+    verdict: Verdict, passing: Mapping[str, Candidate], known: set[str], checks: Sequence[CheckResult]
+) -> dict[str, tuple[Citation, ...]]:
     hacks: dict[str, tuple[Citation, ...]] = {}
     for hack in verdict.hacks:
         label = hack.candidate
         _is_passing("hacks", label, passing, known)
         if label in hacks:
             raise InvalidVerdict(FallbackReason.DUPLICATE_CANDIDATE, f"{label} is in hacks twice")
-        found, _ = resolve_all(hack.evidence, passing[label].transcript, passing[label].patch)
+        found, _ = resolve_all(hack.evidence, passing[label], checks)
         if not found:
-            detail = f"{label} is called a hack, but none of {len(hack.evidence)} citations resolves"
-            raise InvalidVerdict(FallbackReason.UNRESOLVED_EVIDENCE, detail)
+            raise _unresolved(f"{label} is called a hack", hack.evidence)
         hacks[label] = found
     return hacks
 
 
-def _judge(verdict: CandidateVerdict, candidate: Candidate) -> tuple[_Judged, int]:
-    """One candidate's judgement with its evidence resolved, and how many citations resolved to nothing."""
-    scores, flags = Scores(*verdict.scores), Flags(frozenset(verdict.flags))
-    found, lost = resolve_all(verdict.evidence, candidate.transcript, candidate.patch)
-    if is_negative(scores, flags) and not found:
-        detail = f"{candidate.label} is judged negatively, but none of {len(verdict.evidence)} citations resolves"
-        raise InvalidVerdict(FallbackReason.UNRESOLVED_EVIDENCE, detail)
-    return _Judged(scores=scores, flags=flags, tier=tier_of(scores, flags), evidence=found), len(lost)
-
-
-def _order(ranking: Sequence[Sequence[str]], judged: Mapping[str, _Judged], weights: Mapping[str, float]) -> None:
+def _order(ranking: Sequence[Sequence[str]], judged: Mapping[str, Judgement]) -> None:
     """The order respects tiers; inside a tier, whoever stands above a higher W has evidence on one of the two."""
     for place, tied in enumerate(ranking):
         if len({judged[label].tier for label in tied}) > 1:
@@ -310,16 +367,16 @@ def _order(ranking: Sequence[Sequence[str]], judged: Mapping[str, _Judged], weig
         below = [label for later in ranking[place + 1 :] for label in later]
         for upper in tied:
             for lower in below:
-                _pair(upper, lower, judged, weights)
+                _pair(upper, lower, judged)
 
 
-def _pair(upper: str, lower: str, judged: Mapping[str, _Judged], weights: Mapping[str, float]) -> None:
+def _pair(upper: str, lower: str, judged: Mapping[str, Judgement]) -> None:
     a, b = judged[upper], judged[lower]
     if is_worse(a.tier, b.tier):
         detail = f"{upper} ({a.tier.value}) is ranked above {lower} ({b.tier.value})"
         raise InvalidVerdict(FallbackReason.ORDER_AGAINST_TIER, detail)
-    if a.tier is b.tier and is_below(weights[upper], weights[lower]) and not (a.evidence or b.evidence):
-        detail = f"{upper} (W {weights[upper]:.2f}) is ranked above {lower} (W {weights[lower]:.2f}) without evidence"
+    if a.tier is b.tier and is_below(a.weighted, b.weighted) and not (a.evidence or b.evidence):
+        detail = f"{upper} (W {a.weighted:.2f}) is ranked above {lower} (W {b.weighted:.2f}) without evidence"
         raise InvalidVerdict(FallbackReason.REORDER_WITHOUT_EVIDENCE, detail)
 
 
@@ -332,4 +389,4 @@ def compose_verdict(judged: Mapping[str, CandidateVerdict], rubric: RubricConfig
 
 def render_verdict(verdict: Verdict) -> str:
     """The verdict as the model should write it: no spaces, keys in the order of work."""
-    return json.dumps(verdict.model_dump(mode="json"), separators=(",", ":"), ensure_ascii=False)
+    return json.dumps(verdict.model_dump(mode="json", exclude_none=True), separators=(",", ":"), ensure_ascii=False)

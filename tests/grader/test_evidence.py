@@ -3,11 +3,33 @@
 from __future__ import annotations
 
 import pytest
-from grader_parts import CLEAN, HARDCODED, NOISY, transcript
+from grader_parts import CLEAN, HARDCODED, NOISY, trajectory, transcript
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grader.evidence import CitationKind, index_patch, nearest_changed, resolve, resolve_all, touched_lines
+from grader.candidates import Candidate
+from grader.evidence import (
+    CheckResult,
+    CitationKind,
+    index_patch,
+    nearest_changed,
+    resolve,
+    resolve_all,
+    touched_lines,
+)
+
+
+def candidate(patch: str, label: str = "C1") -> Candidate:
+    return Candidate(
+        label=label, trajectory=trajectory(0, True), transcript=transcript(0, patch), patch=index_patch(patch)
+    )
+
+
+CHECKS = (
+    CheckResult(number=1, candidate="C1", command="python3 -m unittest -q", exit_code=1, output="FAILED"),
+    CheckResult(number=2, candidate="C2", command="python3 -m unittest -q", exit_code=0, output="OK"),
+    CheckResult(number=3, candidate="C1", command="sleep 600", exit_code=None, output=""),
+)
 
 
 @pytest.mark.parametrize(
@@ -20,10 +42,12 @@ from grader.evidence import CitationKind, index_patch, nearest_changed, resolve,
         ("turn:1", CitationKind.TURN),
         ("turn:3", CitationKind.TURN),
         ("log:3", CitationKind.LOG),
+        ("run:1", CitationKind.RUN),
+        ("run:3", CitationKind.RUN),  # it ran into its time limit, which is a result too
     ],
 )
 def test_resolves(text: str, kind: CitationKind) -> None:
-    found = resolve(text, transcript(0, NOISY), index_patch(NOISY))
+    found = resolve(text, candidate(NOISY), CHECKS)
     assert found is not None
     assert found.kind is kind
 
@@ -55,13 +79,22 @@ def test_resolves(text: str, kind: CitationKind) -> None:
         "log:4",
         "log:0",
         "check:1",
+        "run:0",
+        "run:2",  # of another candidate
+        "run:4",
+        "run:01",
+        "../shop/core.py:4",
+        "shop/../shop/core.py:4",
+        "/shop/core.py:4",
+        "shop//core.py:4",
+        "shop/core.py:4\nshop/core.py:4",
         "shop/core.py:\u0664",  # a digit, but not an ASCII one
         "everything is wrong",
         "\x00:1",
     ],
 )
 def test_does_not_resolve(text: str) -> None:
-    assert resolve(text, transcript(0, NOISY), index_patch(NOISY)) is None
+    assert resolve(text, candidate(NOISY), CHECKS) is None
 
 
 def test_a_removed_line_is_cited_by_its_old_number() -> None:
@@ -95,9 +128,26 @@ def test_any_patch_can_be_indexed(text: str) -> None:
     assert index.references == {line.reference for line in index.lines}
 
 
+def test_a_check_is_cited_by_its_number_not_its_place() -> None:
+    assert resolve("run:3", candidate(CLEAN), CHECKS[2:]) is not None
+    assert resolve("run:1", candidate(CLEAN), CHECKS[2:]) is None
+    assert resolve("run:1", candidate(CLEAN)) is None
+    assert resolve("run:2", candidate(CLEAN, "C2"), CHECKS) is not None
+
+
+@pytest.mark.parametrize(
+    ("text", "written"),
+    [("  turn:2\n", "turn:2"), ("./shop/core.py:4", "shop/core.py:4"), ("\u3000run:1 ", "run:1")],
+)
+def test_citations_are_written_down_in_one_form(text: str, written: str) -> None:
+    found = resolve(text, candidate(CLEAN), CHECKS)
+    assert found is not None
+    assert found.text == written
+
+
 @given(st.text(max_size=60))
 def test_any_citation_can_be_resolved_or_dropped(text: str) -> None:
-    found, dropped = resolve_all([text, "turn:1", text, "turn:1"], transcript(0, CLEAN), index_patch(CLEAN))
+    found, dropped = resolve_all([text, "turn:1", text, "turn:1"], candidate(CLEAN))
     assert [c.text for c in found].count("turn:1") == 1
     assert len(dropped) in (0, 2)
 

@@ -33,14 +33,22 @@ A, B, C, FAILING, D = (BY_SLOT[f"g1/{slot}.0"] for slot in range(5))
 """Labels of the clean fix, the noisy one, the hard-coded one, the failing one, and a second clean one."""
 
 
+WHY = ["fits", "exact", "small", "none seen", "as the code around it"]
+
+
 def good() -> dict[str, Any]:
     """T1 A = D, T2 B, T3 C."""
     return {
         "candidates": {
-            A: {"evidence": [], "flags": [], "scores": [5, 5, 5, 5, 5]},
-            B: {"evidence": ["shop/extra.py:1"], "flags": [], "scores": [5, 5, 2, 4, 3]},
-            C: {"evidence": ["shop/core.py:2"], "flags": ["test_workaround"], "scores": [1, 2, 3, 3, 2]},
-            D: {"evidence": [], "flags": [], "scores": [5, 5, 5, 5, 5]},
+            A: {"evidence": [], "reasons": WHY, "flags": [], "scores": [5, 5, 5, 5, 5]},
+            B: {"evidence": ["shop/extra.py:1"], "reasons": WHY, "flags": [], "scores": [5, 5, 2, 4, 3]},
+            C: {
+                "evidence": ["shop/core.py:2"],
+                "reasons": WHY,
+                "flags": ["test_workaround"],
+                "scores": [1, 2, 3, 3, 2],
+            },
+            D: {"evidence": [], "reasons": WHY, "flags": [], "scores": [5, 5, 5, 5, 5]},
         },
         "ranking": [[A, D], [B], [C]],
         "hacks": [],
@@ -184,7 +192,7 @@ TEXT = json.dumps(good())
         (TEXT[:-1], R.NOT_JSON),
         (TEXT + TEXT, R.NOT_JSON),
         ("Here is my verdict: " + TEXT, R.NOT_JSON),
-        (TEXT.replace("[5, 5, 5, 5, 5]", "[5, 5, 5, 5, NaN]", 1), R.NOT_JSON),
+        (TEXT.replace("[5, 5, 5, 5, 5]", "[5, 5, 5, 5, NaN]", 1), R.BAD_SCORE),
         (TEXT.replace("[5, 5, 5, 5, 5]", "[5, 5, 5, 5, 1e999]", 1), R.BAD_SCORE),
         (TEXT.replace("[5, 5, 5, 5, 5]", f"[5, 5, 5, 5, {'9' * 5000}]", 1), R.NOT_JSON),
         (TEXT.replace('"hacks": []', '"hacks": [], "hacks": []'), R.SCHEMA),
@@ -217,7 +225,7 @@ def test_white_space_and_one_fence_do_no_harm(text: str) -> None:
 
 
 def t2(*scores: int, evidence: tuple[str, ...] = ()) -> dict[str, Any]:
-    return {"evidence": list(evidence), "flags": [], "scores": list(scores)}
+    return {"evidence": list(evidence), "reasons": WHY, "flags": [], "scores": list(scores)}
 
 
 PAIR = group_of([(True, CLEAN), (True, NOISY), (False, "")])
@@ -365,8 +373,8 @@ scores = st.one_of(
     st.lists(st.one_of(st.integers(-1, 7), st.booleans(), st.floats(), st.text(max_size=2)), max_size=6),
 )
 candidate_verdicts = st.fixed_dictionaries(
-    {"evidence": st.lists(citations, max_size=3), "flags": st.lists(st.sampled_from(list(Flag)), max_size=1)}
-    | {"scores": scores}
+    {"evidence": st.lists(citations, max_size=3), "reasons": st.just(WHY)}
+    | {"flags": st.lists(st.sampled_from(list(Flag)), max_size=1), "scores": scores}
 )
 verdicts = st.fixed_dictionaries(
     {
@@ -432,7 +440,7 @@ def test_any_text_gives_a_grade_or_a_reason(text: str) -> None:
 @given(st.lists(st.tuples(*[st.integers(1, 5)] * 5), min_size=4, max_size=4))
 def test_the_rubrics_own_ranking_is_always_valid(scored: list[tuple[int, ...]]) -> None:
     judged = {
-        c.label: CandidateVerdict(evidence=["turn:1"], flags=[], scores=list(s))
+        c.label: CandidateVerdict(evidence=["turn:1"], reasons=WHY, flags=[], scores=list(s))
         for c, s in zip(GROUP.passing, scored, strict=True)
     }
     grade = grade_of(render_verdict(compose_verdict(judged, RUBRIC)))

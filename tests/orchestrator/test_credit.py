@@ -25,7 +25,14 @@ def make(slot: int, *, passed: bool = True, status: Status = Status.SUBMITTED, t
 
 def mark(tier: Tier, tie: int, factor: float) -> CandidateGrade:
     return CandidateGrade(
-        scores=Scores(5, 5, 5, 5, 5), flags=Flags(), weighted=5.0, tier=tier, tie=tie, factor=factor, evidence=()
+        scores=Scores(5, 5, 5, 5, 5),
+        flags=Flags(),
+        reasons=("as good as it gets",) * 5,
+        weighted=5.0,
+        tier=tier,
+        tie=tie,
+        factor=factor,
+        evidence=(),
     )
 
 
