@@ -13,7 +13,7 @@ import os
 import queue
 import secrets
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -125,8 +125,8 @@ class WandbSink:
         self._mode = mode
         self._run_config = dict(run_config)
         self._run_id = _run_id(run_dir)
-        self._steps: queue.Queue[tuple[int, dict[str, float], dict[str, list[float]]] | None]
-        self._steps = queue.Queue(maxsize=WANDB_QUEUE)
+        self._work: queue.Queue[Callable[[Any], None] | None] = queue.Queue(maxsize=WANDB_QUEUE)
+        """What the thread does with the W&B run, one after the other; None: finish it."""
         self._warned = set[str]()
         self._broken = False
         self._thread = threading.Thread(target=self._serve, name="wandb", daemon=True)
@@ -134,10 +134,18 @@ class WandbSink:
 
     def log(self, step: int, scalars: Mapping[str, float], histograms: Mapping[str, Sequence[float]]) -> None:
         """Hand over one step; returns at once."""
+        rows, bins = dict(scalars), {k: list(v) for k, v in histograms.items()}
+        self._put(lambda run: self._send(run, step, rows, bins))
+
+    def alert(self, title: str, text: str) -> None:
+        """Hand over one alert, which W&B sends on as its user has set it up; returns at once."""
+        self._put(lambda run: run.alert(title=title, text=text))
+
+    def _put(self, work: Callable[[Any], None]) -> None:
         if self._broken:
             return
         try:
-            self._steps.put_nowait((step, dict(scalars), {k: list(v) for k, v in histograms.items()}))
+            self._work.put_nowait(work)
         except queue.Full:
             self._warn("it does not keep up; steps are left out there (they are all in metrics.jsonl)")
 
@@ -145,7 +153,7 @@ class WandbSink:
         """Let W&B finish what it was given, for at most `timeout_s`."""
         if not self._broken:
             with suppress(queue.Full):
-                self._steps.put(None, timeout=timeout_s)
+                self._work.put(None, timeout=timeout_s)
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             self._warn(f"it did not finish within {timeout_s:g} s; `wandb sync {self._run_dir}/wandb/*` sends the rest")
@@ -158,8 +166,8 @@ class WandbSink:
     def _serve(self) -> None:
         try:
             run = self._start()
-            while (item := self._steps.get()) is not None:
-                self._send(run, *item)
+            while (work := self._work.get()) is not None:
+                work(run)
             run.finish()
         except Exception as e:  # the one place where W&B's failures end
             self._broken = True

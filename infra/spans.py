@@ -10,6 +10,8 @@ Interval = tuple[float, float]
 
 ROLLOUT = "rollout"
 GRADE = "grade"
+CANARY = "canary"
+"""The grading of a stored group with known labels: it takes the graders' time, and is no group of the run."""
 LEARN = "learn"
 PUBLISH = "publish"
 CHECKPOINT = "checkpoint"

@@ -102,6 +102,11 @@ class Telemetry:
         if self._wandb is not None:
             self._wandb.log(step, scalars, histograms)
 
+    def alert(self, title: str, text: str) -> None:
+        """Raise an alert in W&B, where it runs. The files have none: metrics.jsonl says when an alarm was on."""
+        if self._wandb is not None:
+            self._wandb.alert(title, text)
+
     def close(self) -> None:
         """Close the files and let W&B finish, for a bounded time."""
         self._metrics.close()

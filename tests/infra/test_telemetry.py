@@ -158,6 +158,7 @@ def test_offline_runs_land_in_the_run_folder_under_one_id(tmp_path: Path) -> Non
     for step in (1, 2):
         telemetry = Telemetry(run_dir, wandb=WandbConfig(mode="offline"), config={"seed": 3})
         telemetry.log_step(step, {"learner/loss": 0.25}, {"redistribution/lambda": [1.0, 1.5]})
+        telemetry.alert("the graders fall back", "26 of the last 50 groups")
         telemetry.close()
         time.sleep(1.1)  # W&B names its folders by the second
     run_id = (run_dir / "wandb_run_id").read_text().strip()
@@ -166,6 +167,7 @@ def test_offline_runs_land_in_the_run_folder_under_one_id(tmp_path: Path) -> Non
     content = files[0].read_bytes()
     assert b"learner/loss" in content
     assert b"redistribution/lambda_histogram" in content
+    assert b"the graders fall back" in content and b"26 of the last 50 groups" in content
 
 
 def test_a_wandb_failure_is_one_warning_and_the_run_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
