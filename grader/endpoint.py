@@ -7,12 +7,13 @@ that the server calls wrong stays wrong. A server's Retry-After is honoured up t
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_attempt
 from tenacity.wait import wait_random_exponential
 
@@ -21,6 +22,24 @@ from infra.errors import GraderError
 
 MAX_ANSWER_BYTES = 4 * 1024 * 1024
 MAX_RETRY_AFTER_S = 60.0
+_SAID_BYTES = 300
+"""How much of an error's body is repeated."""
+_CONTEXT_FULL = ("context_length_exceeded", "context length", "context window")
+"""How servers say, in a 400 answer, that the conversation is longer than the model reads."""
+
+
+class ContextFullError(GraderError):
+    """The conversation does not fit the model's context."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NativeCall:
+    """One tool call as the model wrote it."""
+
+    call_id: str
+    name: str
+    arguments: str
+    """Should be a JSON object; nobody has looked yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,15 +47,37 @@ class EndpointAnswer:
     """One chat completion."""
 
     text: str
+    """Empty where the message holds nothing but tool calls."""
+    calls: tuple[NativeCall, ...] = ()
     finish_reason: str | None
     prompt_tokens: int
     """0 where the server does not say."""
     completion_tokens: int
 
 
+class _Function(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+    name: str
+    arguments: str | dict[str, Any] | None = None
+    """Text by the standard; some servers send the object itself."""
+
+
+class _ToolCall(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+    id: str | None = None
+    function: _Function
+
+
 class _Message(BaseModel):
     model_config = ConfigDict(extra="ignore")
-    content: str
+    content: str | None = None
+    tool_calls: list[_ToolCall] | None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> _Message:
+        if "content" not in self.model_fields_set and not self.tool_calls:
+            raise ValueError("neither content nor tool_calls")
+        return self
 
 
 class _Choice(BaseModel):
@@ -93,16 +134,19 @@ class Endpoint:
 
     async def complete(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         *,
         max_tokens: int,
         temperature: float,
-        response_format: Mapping[str, Any] | None,
+        response_format: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        tool_choice: str | Mapping[str, Any] | None = None,
     ) -> EndpointAnswer:
-        """One chat completion.
+        """One chat completion; with `tools` the model may, or by `tool_choice` must, call functions.
 
         Raises:
-            GraderError: an answer that is not to be retried, or retries used up.
+            GraderError: an answer that is not to be retried, or retries used up; ContextFullError: too long a
+                conversation, as far as the server says so.
         """
         body: dict[str, Any] = {
             "model": self._model,
@@ -112,6 +156,9 @@ class Endpoint:
         }
         if response_format is not None:
             body["response_format"] = response_format
+        if tools:
+            body["tools"] = list(tools)
+            body["tool_choice"] = tool_choice or "auto"
         retrying = AsyncRetrying(
             stop=stop_after_attempt(self._attempts),
             wait=self._pause_s,
@@ -161,9 +208,11 @@ def _check_status(url: str, response: httpx.Response, content: bytes) -> None:
     status = response.status_code
     if status == 200:
         return
-    said = ascii(content[:200].decode("utf-8", "replace"))
+    said = ascii(content[:_SAID_BYTES].decode("utf-8", "replace"))
     if status == 429 or status >= 500:
         raise _TransientError(f"HTTP {status} {said}", _retry_after_s(response))
+    if status == 400 and any(phrase in said.lower() for phrase in _CONTEXT_FULL):
+        raise ContextFullError(f"{url}: HTTP {status} {said}")
     raise GraderError(f"{url}: HTTP {status} {said}")
 
 
@@ -181,8 +230,20 @@ def _parse(url: str, content: bytes) -> EndpointAnswer:
         raise GraderError(f"{url}: not a chat completion ({where}: {first['msg']!a})") from None
     choice, usage = answer.choices[0], answer.usage or _Usage()
     return EndpointAnswer(
-        text=choice.message.content,
+        text=choice.message.content or "",
+        calls=tuple(
+            NativeCall(
+                call_id=call.id or f"call_{number}",
+                name=call.function.name,
+                arguments=_arguments(call.function.arguments),
+            )
+            for number, call in enumerate(choice.message.tool_calls or (), start=1)
+        ),
         finish_reason=choice.finish_reason,
         prompt_tokens=max(usage.prompt_tokens, 0),
         completion_tokens=max(usage.completion_tokens, 0),
     )
+
+
+def _arguments(value: str | dict[str, Any] | None) -> str:
+    return value if isinstance(value, str) else json.dumps(value or {})

@@ -13,7 +13,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer, unused_port
 
 from configs.schema import EndpointGraderBackend
-from grader.endpoint import MAX_ANSWER_BYTES, Endpoint, EndpointAnswer
+from grader.endpoint import MAX_ANSWER_BYTES, ContextFullError, Endpoint, EndpointAnswer, NativeCall
 from infra.errors import GraderError
 
 Answer = Callable[[web.Request, int], Awaitable[web.StreamResponse]]
@@ -196,8 +196,11 @@ async def test_an_answer_that_drips_is_cut_at_the_request_timeout() -> None:
         b"<html>Welcome</html>",
         b"{}",
         b'{"choices": []}',
-        b'{"choices": [{"message": {"content": null}}]}',
+        completion().body[:40],  # truncated JSON
         b'{"choices": [{"message": {}}]}',
+        b'{"choices": [{"message": {"tool_calls": []}}]}',
+        b'{"choices": [{"message": {"tool_calls": [{"id": "a"}]}}]}',
+        b'{"choices": [{"message": {"tool_calls": [{"id": "a", "function": {"name": "read", "arguments": 7}}]}}]}',
         b'{"choices": [{"message": {"content": 7}}]}',
         b'{"choices": "C1"}',
         b'{"error": {"message": "overloaded"}}',
@@ -206,6 +209,8 @@ async def test_an_answer_that_drips_is_cut_at_the_request_timeout() -> None:
     ],
 )
 async def test_garbage_is_an_error_and_not_retried(body: bytes) -> None:
+    """A broken server breaks the same way again; the group falls back at once (M1.10)."""
+
     async def answer(request: web.Request, n: int) -> web.StreamResponse:
         return web.Response(body=body, content_type="application/json")
 
@@ -249,3 +254,121 @@ async def test_concurrency_is_limited() -> None:
 async def test_a_wrong_address_says_what_to_correct() -> None:
     with pytest.raises(GraderError, match=r"correct grader\.backend\.base_url"):
         await ask(endpoint("ftp://example/v1"))
+
+
+# --- tool calls -------------------------------------------------------------------------------------------------------
+
+
+def calling(*calls: dict[str, Any], content: str | None = None, reason: str = "tool_calls") -> web.Response:
+    message = {"role": "assistant", "content": content, "tool_calls": list(calls)}
+    return completion(choices=[{"index": 0, "message": message, "finish_reason": reason}])
+
+
+def call(name: str, arguments: Any, call_id: str | None = "c1") -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+async def answered(response: Callable[[], web.Response]) -> EndpointAnswer:
+    async def answer(request: web.Request, n: int) -> web.StreamResponse:
+        return response()
+
+    async with serving(answer) as server:
+        return await ask(endpoint(server.url))
+
+
+async def test_calls_are_read_and_content_may_be_null() -> None:
+    said = await answered(lambda: calling(call("read", '{"path": "task.md"}', "a"), call("list", "{}", "b")))
+    assert said.text == ""
+    assert said.calls == (
+        NativeCall(call_id="a", name="read", arguments='{"path": "task.md"}'),
+        NativeCall(call_id="b", name="list", arguments="{}"),
+    )
+    assert said.finish_reason == "tool_calls"
+
+
+async def test_what_servers_leave_out_of_a_call() -> None:
+    said = await answered(lambda: calling(call("read", {"path": "x"}, None), call("list", None, None), content="so"))
+    assert said.text == "so"
+    assert said.calls == (
+        NativeCall(call_id="call_1", name="read", arguments='{"path": "x"}'),
+        NativeCall(call_id="call_2", name="list", arguments="{}"),
+    )
+
+
+@pytest.mark.parametrize("arguments", ['{"path": ', "", "[1]", "nonsense", '{"a": NaN}', "[" * 5000])
+async def test_arguments_that_are_no_json_are_the_models_fault_not_the_endpoints(arguments: str) -> None:
+    said = await answered(lambda: calling(call("read", arguments)))
+    assert said.calls == (NativeCall(call_id="c1", name="read", arguments=arguments),)
+
+
+async def test_an_empty_message_is_an_answer() -> None:
+    """A model that thinks until its token limit says nothing: its own fault, to be told about."""
+    choice = {"message": {"content": None}, "finish_reason": "length"}
+    said = await answered(lambda: completion(choices=[choice]))
+    assert (said.text, said.calls, said.finish_reason) == ("", (), "length")
+
+
+async def test_tools_are_offered_only_where_there_are_any() -> None:
+    tool = {"type": "function", "function": {"name": "read", "parameters": {"type": "object"}}}
+    async with serving(sequence(200)) as server:
+        client = endpoint(server.url)
+        await client.complete(MESSAGES, max_tokens=1, temperature=0, tools=[tool], tool_choice="required")
+        await client.complete(MESSAGES, max_tokens=1, temperature=0, tools=[tool])
+        await client.complete(MESSAGES, max_tokens=1, temperature=0, tool_choice="required")
+        await client.close()
+    assert [body.get("tool_choice") for body in server.bodies] == ["required", "auto", None]
+    assert [body.get("tools") for body in server.bodies] == [[tool], [tool], None]
+
+
+# --- how often each fault is tried ------------------------------------------------------------------------------------
+
+
+async def slow(request: web.Request, n: int) -> web.StreamResponse:
+    await asyncio.sleep(30)
+    return completion()
+
+
+def always(**changes: Any) -> Answer:
+    async def answer(request: web.Request, n: int) -> web.StreamResponse:
+        return web.Response(**changes)
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("answer", "tries", "named"),
+    [
+        (always(status=429, headers={"Retry-After": "0"}), 3, "HTTP 429"),
+        (always(status=429, headers={"Retry-After": "Wed, 21 Oct 2015 07:28:00 GMT"}), 3, "HTTP 429"),
+        (always(status=500, text="<html>oops</html>"), 3, "HTTP 500"),
+        (always(status=503), 3, "HTTP 503"),
+        (slow, 3, "no answer within 0.2 s"),
+        (always(status=400, text="bad tool"), 1, "HTTP 400"),
+        (always(status=404, text="<html>no such page</html>"), 1, "HTTP 404"),
+        (always(body=b"\x00\xff\x1f\x8b"), 1, "not a chat completion"),
+        (always(body=b"\x1f\x8b garbage", headers={"Content-Encoding": "gzip"}), 1, "DecodingError"),
+        (always(text="<html>a portal</html>", content_type="text/html"), 1, "not a chat completion"),
+        (always(body=b'{"choices": []}'), 1, "not a chat completion"),
+        (always(body=b"x" * (MAX_ANSWER_BYTES + 1)), 1, "longer than"),
+    ],
+)
+async def test_faults_and_their_tries(answer: Answer, tries: int, named: str) -> None:
+    async with serving(answer) as server:
+        with pytest.raises(GraderError, match=named) as caught:
+            await ask(endpoint(server.url, retries=2, request_timeout_s=0.2 if answer is slow else 10))
+    assert len(server.bodies) == tries
+    assert (f"after {tries} tries" in str(caught.value)) == (tries > 1)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "This model's maximum context length is 2048 tokens. However, you requested 2100 tokens",
+        '{"error": {"code": "context_length_exceeded", "message": "too long"}}',
+    ],
+)
+async def test_a_conversation_that_is_too_long_is_named_so(said: str) -> None:
+    async with serving(always(status=400, text=said)) as server:
+        with pytest.raises(ContextFullError):
+            await ask(endpoint(server.url))
+    assert len(server.bodies) == 1
