@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import pickle
+from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 from grader_parts import CLEAN, HARDCODED, NOISY, request_of, task
 
+from grader.evidence import CheckResult
 from grader.exchange import accept, base_state_of, lost_reply
 from grader.scripted import ScriptedGrader
 from grader.verdict import FallbackReason, Grade
@@ -104,8 +107,39 @@ def test_what_travels_between_processes_can() -> None:
 def test_the_audit_object_is_json_and_complete() -> None:
     _, reply = exchange()
     audit = json.loads(json.dumps(reply.audit()))
-    required = {"model", "queue_s", "run_s", "turns", "prompt_tokens", "completion_tokens", "order_seed", "verdict"}
-    assert required <= set(audit)
     assert json.loads(audit["verdict"])["hacks"] == []
     assert sorted(audit["labels"].values()) == [f"g1/{i}.0" for i in range(4)]
     assert audit["evidence"]["g1/0.0"] == []
+    assert audit["reasons"]["g1/0.0"] == ["2 changed lines"] * 5
+    assert set(audit["reasons"]) == {"g1/0.0", "g1/1.0", "g1/2.0"}
+    assert (audit["checks"], audit["cost_usd"]) == ([], 0.0)
+
+
+def test_the_audit_object_is_what_the_schema_describes() -> None:
+    request, reply = exchange()
+    path = Path(__file__).parents[2] / "orchestrator" / "groups.schema.json"
+    schema = json.loads(path.read_text(encoding="utf-8"))["properties"]["grader"]
+    checks = (
+        CheckResult(number=1, candidate="C2", command="python3 -m unittest -q", exit_code=1, output="FAILED"),
+        CheckResult(number=2, candidate="C1", command="sleep 900", exit_code=None, output=""),
+    )
+    checked = dataclasses.replace(reply, checks=checks, cost_usd=0.03)
+    for one in (reply, checked, lost_reply(request, "the process died", run_s=1.5)):
+        audit = one.audit()
+        jsonschema.validate(audit, schema)
+        assert set(audit) == set(schema["properties"])
+    assert checked.audit()["checks"] == [
+        {"number": 1, "candidate": "C2", "command": "python3 -m unittest -q", "exit_code": 1},
+        {"number": 2, "candidate": "C1", "command": "sleep 900", "exit_code": None},
+    ]
+
+
+def test_a_fallback_keeps_its_checks_but_no_reasons() -> None:
+    """What a grader ran before it failed was run all the same, and is audited (M1.10)."""
+    _, reply = exchange()
+    check = CheckResult(number=1, candidate="C1", command="true", exit_code=0, output="")
+    audit = dataclasses.replace(
+        reply, grade=None, fallback_reason=FallbackReason.TIMEOUT, detail="late", checks=(check,)
+    ).audit()
+    assert (audit["reasons"], audit["evidence"], audit["hacks"]) == ({}, {}, {})
+    assert len(audit["checks"]) == 1
