@@ -17,9 +17,16 @@ if TYPE_CHECKING:
 PAD, SYSTEM, USER, ASSISTANT, END = "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"
 SPECIAL_TOKENS = (PAD, SYSTEM, USER, ASSISTANT, END)
 CHAT_TEMPLATE = (
-    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
+    "{% for message in messages %}<|{{ 'user' if message['role'] == 'tool' else message['role'] }}|>"
+    "{% if message['tool_calls'] %}"
+    '{"calls":[{% for call in message[\'tool_calls\'] %}{{ \',\' if not loop.first }}{"tool":"{{ call.function.name }}"'
+    "{% for key, value in call.function.arguments.items() %}"
+    ',"{{ key }}":{{ value | tojson(separators=(\',\', \':\')) }}'
+    "{% endfor %}}{% endfor %}]}"
+    "{% else %}{{ message['content'] }}{% endif %}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+"""Native tool calls and their results look as those written by hand do: {"calls":[...]}, then a user message."""
 # Letter runs, single digits, runs of blanks (with their line break), and other characters are kept apart.
 _PIECES = r"[A-Za-z]+|[0-9]|\s+|[^\sA-Za-z0-9]"
 
