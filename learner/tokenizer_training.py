@@ -21,7 +21,7 @@ CHAT_TEMPLATE = (
     "{% if message['tool_calls'] %}"
     '{"calls":[{% for call in message[\'tool_calls\'] %}{{ \',\' if not loop.first }}{"tool":"{{ call.function.name }}"'
     "{% for key, value in call.function.arguments.items() %}"
-    ',"{{ key }}":{{ value | tojson(separators=(\',\', \':\')) }}'
+    ",\"{{ key }}\":{{ value | tojson(separators=(',', ':')) }}"
     "{% endfor %}}{% endfor %}]}"
     "{% else %}{{ message['content'] }}{% endif %}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
