@@ -345,7 +345,9 @@ def evaluation(config: RunConfig) -> Iterator[Problem]:
 
 
 def telemetry(config: RunConfig) -> Iterator[Problem]:
-    """Keys of a switched-off sink."""
+    """Keys of a switched-off sink, and an archive of what does not happen."""
+    if config.grader is None:
+        yield from _idle(config, "telemetry.archive", "there is no grader, and only graded groups are kept")
     if config.telemetry.wandb.mode == "disabled":
         for key in ("project", "entity"):
             yield from _idle(config, f"telemetry.wandb.{key}", "telemetry.wandb.mode = disabled")

@@ -6,6 +6,8 @@ Unknown keys are errors (`extra="forbid"`). Checks that need more than one key l
 
 from __future__ import annotations
 
+import os
+import re
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -19,20 +21,33 @@ from pydantic import (
     ValidationInfo,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 
 def _no_flag(value: Any) -> Any:
-    """Pydantic would read `true` as 1."""
-    if isinstance(value, bool):
-        raise ValueError("must be a number, not true or false; change the value")
+    """Pydantic would read `true` as 1, and text that looks like a number as that number."""
+    if isinstance(value, bool | str):
+        raise PydanticCustomError("number_type", "must be a number, not text, true or false")
     return value
 
 
-Int = Annotated[int, BeforeValidator(_no_flag)]
-Float = Annotated[float, BeforeValidator(_no_flag)]
-PositiveInt = Annotated[Int, Field(gt=0)]
+def _at_most(limit: int) -> AfterValidator:
+    """Beyond any machine, and where clocks and C integers overflow."""
+
+    def check(value: float) -> float:
+        if abs(value) > limit:
+            raise PydanticCustomError("too_large", "is beyond what any machine can do (the limit is {limit})", {"limit": limit})
+        return value
+
+    return AfterValidator(check)
+
+
+Flag = Annotated[bool, Field(strict=True)]
+Int = Annotated[int, BeforeValidator(_no_flag), _at_most(2**63 - 1)]
+Float = Annotated[float, BeforeValidator(_no_flag), _at_most(10**9)]
+PositiveInt = Annotated[Int, Field(gt=0), _at_most(10**12)]
 PositiveFloat = Annotated[Float, Field(gt=0)]
-NonNegativeInt = Annotated[Int, Field(ge=0)]
+NonNegativeInt = Annotated[Int, Field(ge=0), _at_most(10**12)]
 NonNegativeFloat = Annotated[Float, Field(ge=0.0)]
 Probability = Annotated[Float, Field(ge=0.0, le=1.0)]
 Decay = Annotated[Float, Field(ge=0.0, lt=1.0)]
@@ -40,17 +55,47 @@ NonEmpty = Annotated[str, Field(min_length=1)]
 
 
 def _against_config_folder(value: str, info: ValidationInfo) -> str:
-    """A relative model folder means one beside the configuration file (`configs.load` gives its folder)."""
+    """A relative folder means one beside the configuration file (`configs.load` gives its folder)."""
     folder = (info.context or {}).get("folder")
     if folder is None:
         return value
     try:
         return str((folder / Path(value).expanduser()).resolve())
     except (OSError, RuntimeError, ValueError) as error:
-        raise ValueError(f"is not a usable path ({error}); give the folder of a checkpoint") from None
+        raise ValueError(f"is not a usable path ({error}); give a folder that exists") from None
 
 
-ModelFolder = Annotated[str, AfterValidator(_against_config_folder)]
+InputFolder = Annotated[NonEmpty, AfterValidator(_against_config_folder)]
+ModelFolder = InputFolder
+
+MAX_NAME = 239
+"""A file system takes 255 bytes, and an earlier run of the name is kept with 16 more behind it."""
+
+
+def _run_name(value: str) -> str:
+    """Names are folders, parts of Ray namespaces and W&B names."""
+    if len(value) > MAX_NAME:
+        raise ValueError(f"has {len(value)} characters and the folder of a run takes {MAX_NAME}; give a shorter name")
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", value):
+        plain = re.sub(r"[^A-Za-z0-9._-]+", "-", value).strip("._-")
+        raise ValueError(
+            "may hold only the letters A-Z and a-z, digits, '.', '_' and '-', and must start with a letter or a digit; "
+            f"write e.g. name: {plain or 'my-run'}"
+        )
+    return value
+
+
+def _output_folder(value: str) -> str:
+    """`~` is the home folder."""
+    if "\0" in value:
+        raise ValueError("is not a usable path (it holds a NUL character); give the parent folder of runs")
+    long = next((part for part in value.split("/") if len(os.fsencode(part)) > 255), None)
+    if long is not None or len(os.fsencode(value)) > 3500:
+        raise ValueError("is longer than file systems take (255 bytes a folder, 3,500 in all); give a shorter path")
+    try:
+        return str(Path(value).expanduser()) if value.startswith("~") else value
+    except RuntimeError as error:
+        raise ValueError(f"is not a usable path ({error}); give the parent folder of runs") from None
 
 
 class Section(BaseModel):
@@ -138,7 +183,8 @@ class RubricConfig(Section):
         if abs(total - 1.0) > 1e-9:
             raise ValueError(f"the five rubric weights sum to {total:g}; make them sum to 1")
         if not self.t1_first >= self.t1_rest >= self.t2_high >= self.t2_low >= self.t3:
-            raise ValueError("factors must not rise from t1_first over t1_rest, t2_high, t2_low to t3; reorder them")
+            factors = ", ".join(f"{key}={getattr(self, key):g}" for key in ("t1_first", "t1_rest", "t2_high", "t2_low", "t3"))
+            raise ValueError(f"factors must not rise in this order: {factors}; lower the later ones")
         return self
 
 
@@ -243,7 +289,7 @@ class JailSandbox(Section):
     """Largest file that a process may write, in MiB."""
     workspace_mib: PositiveInt = 256
     """Size of the workspace and /tmp of a sandbox together, in MiB; both are in memory."""
-    reuse_servers: bool = True
+    reuse_servers: Flag = True
     """Whether a server whose sandbox was closed and emptied serves the next one; false starts a server for each."""
     start_timeout_s: PositiveFloat = 60.0
     """A sandbox that is not up by then counts as lost."""
@@ -354,7 +400,7 @@ class EngineConfig(Section):
     """CUDA: GPUs of one engine."""
     threads: PositiveInt = 1
     """CPU: OpenMP threads of one engine."""
-    enforce_eager: bool = True
+    enforce_eager: Flag = True
     """false lets vLLM compile and capture graphs: a slower start, faster decoding."""
     weight_transfer: Literal["ray_object", "nccl"] = "ray_object"
     """How new weights reach the engines: through Ray's object store, or NCCL on CUDA."""
@@ -412,7 +458,7 @@ class EndpointGraderBackend(Section):
     """Requests at once to the endpoint, shared evenly by the grader workers."""
     structured: Literal["json_schema", "json_object", "none"] = "json_schema"
     """How the endpoint is asked for JSON; the verdict is validated in any case."""
-    tool_calling: bool = True
+    tool_calling: Flag = True
     """Whether the model calls tools natively; false: it writes its calls as a JSON object."""
     request_timeout_s: PositiveFloat = 600.0
     """One request."""
@@ -433,7 +479,7 @@ class GraderBudget(Section):
 class GraderChecks(Section):
     """Commands that the grader runs against a candidate's tree, in a sandbox of the group's own."""
 
-    enabled: bool = True
+    enabled: Flag = True
     """Whether the grader may run commands."""
     limit: PositiveInt = 8
     """Commands of one group."""
@@ -446,7 +492,7 @@ class CanaryConfig(Section):
 
     share: Annotated[Float, Field(ge=0.0, le=0.5)] = 0.0
     """Share of the gradings that are canaries; 0 turns them off."""
-    path: str | None = None
+    path: InputFolder | None = None
     """Folder of stored groups with labels (relative: against the folder of the configuration); null: groups of the
     built-in held-out minirepo tasks."""
     window: PositiveInt = 50
@@ -478,9 +524,9 @@ class GraderConfig(Section):
     full: explains the rubric and shows whole patches, for real language models (default of the endpoint backend)."""
     repair_rounds: Annotated[Int, Field(ge=0, le=1)] = 1
     """How often a model whose verdict is invalid is told why and asked again; the round counts against timeout_s."""
-    reference_patch: bool = False
+    reference_patch: Flag = False
     """Whether the grader may read the task's reference patch; it explains the task and is no criterion (M2.3)."""
-    second_pass: bool = False
+    second_pass: Flag = False
     """Whether a hack counts only if a second, independent grading of the group confirms it (M1.5)."""
     budget: GraderBudget = GraderBudget()
     checks: GraderChecks = GraderChecks()
@@ -545,9 +591,9 @@ class LearnerConfig(Section):
     """Data-parallel ranks."""
     zero_stage: Annotated[Int, Field(ge=0, le=3)] = 0
     """DeepSpeed ZeRO: 1 shards optimiser state, 2 gradients too, 3 weights too."""
-    offload_optimizer: bool = False
+    offload_optimizer: Flag = False
     """ZeRO >= 1 on CUDA: optimiser state in host memory."""
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: Flag = False
     """Recomputes activations in the backward pass to save memory."""
     max_tokens_per_microbatch: PositiveInt = 4096
     """Sequence packing: tokens in one packed row."""
@@ -593,9 +639,9 @@ class EvalConfig(Section):
     """Trajectories of each task."""
     seed: NonNegativeInt = 1234
     """Index of the first task in the held-out stream; another one gives other tasks."""
-    before: bool = True
+    before: Flag = True
     """Evaluate before the first step."""
-    after: bool = True
+    after: Flag = True
     """Evaluate after the last step."""
 
 
@@ -611,9 +657,12 @@ class WandbConfig(Section):
 
 
 class TelemetryConfig(Section):
-    """Metrics and spans."""
+    """Metrics, spans and the archive of groups."""
 
     wandb: WandbConfig = WandbConfig()
+    archive: Literal["graded", "none"] = "graded"
+    """graded: every group that a grader was asked about is kept in the run's folder `archive/`, with its task, patches,
+    turns and logs, to be shown and graded again; none: nothing is kept."""
     progress_every_s: PositiveFloat = 10.0
     """Interval of the progress lines where the output is not a terminal."""
 
@@ -621,18 +670,18 @@ class TelemetryConfig(Section):
 class RayConfig(Section):
     """Where Ray runs."""
 
-    address: str | None = None
-    """None starts a local Ray; "auto" or an address joins a running cluster."""
-    object_store_mib: PositiveInt | None = 512
-    """Local Ray only: size of the object store."""
+    address: NonEmpty | None = None
+    """null starts a local Ray; `auto`, HOST:PORT or ray://HOST:PORT joins a running cluster."""
+    object_store_mib: Annotated[Int, Field(ge=75), _at_most(10**12)] | None = 512
+    """Local Ray only: size of the object store, in MiB (Ray's own least is 75); null leaves it to Ray."""
 
 
 class RunConfig(Section):
     """One training run."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """Folder of the run under `output`."""
-    output: str = "runs"
+    name: Annotated[NonEmpty, AfterValidator(_run_name)]
+    """Folder of the run under `output`: letters, digits, `.`, `_` and `-`, at most 239 of them."""
+    output: Annotated[NonEmpty, AfterValidator(_output_folder)] = "runs"
     """Parent folder of runs (relative: against the working directory)."""
     seed: Annotated[Int, Field(ge=0, lt=2**31)] = 0
     """Seeds the engines and the order in which graders see candidates; a source has its own seed."""

@@ -23,6 +23,7 @@ from infra.pool import ActorPool
 from infra.sinks import JsonlFile
 from infra.telemetry import Telemetry
 from learner.group import LearnerGroup
+from orchestrator.archive import GroupArchive
 from orchestrator.checkpoint import Checkpoint, Checkpoints, cut_logs
 from orchestrator.evaluate import EvalResult, evaluate
 from orchestrator.ledger import Ledger
@@ -31,7 +32,7 @@ from orchestrator.mixer import Mixer
 from orchestrator.observer import RunObserver
 from orchestrator.progress import Progress, end_table
 from orchestrator.report import write_report
-from orchestrator.runfiles import CONFIG, EVAL, GROUPS, METRICS, read_jsonl, require_run
+from orchestrator.runfiles import ARCHIVE, CONFIG, EVAL, GROUPS, METRICS, read_jsonl, require_run
 from orchestrator.status import run_state
 from rollout.engine import EngineClient, EnginePool
 from rollout.worker import RolloutWorker
@@ -111,6 +112,8 @@ async def _train(
         if config.eval is not None and config.eval.before and checkpoint is None:
             await measure("before", 0, rollout)
         learner, grader = await others
+        kept = config.telemetry.archive == "graded" and grader is not None
+        archive = GroupArchive(run_dir / ARCHIVE) if kept else None
         mixer = Mixer(config.sources, alpha=config.scheduler.alpha)
         if checkpoint is not None:
             observer.on_checkpoint(checkpoint.path)
@@ -133,8 +136,15 @@ async def _train(
             telemetry=telemetry,
             observer=observer,
             start_step=checkpoint.step if checkpoint else 0,
+            archive=archive,
         )
-        await scheduler.run()
+        with archive or contextlib.nullcontext():
+            await scheduler.run()
+        if archive is not None and archive.lost:
+            progress.event(
+                f"{archive.lost} graded groups are not in the archive, because transcripts were lost; the first: "
+                f"{archive.first_loss}"
+            )
         if config.eval is not None and config.eval.after:
             await measure("after", scheduler.step, rollout)
 

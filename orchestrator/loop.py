@@ -29,6 +29,7 @@ from infra.sinks import JsonlFile
 from infra.spans import CHECKPOINT, GRADE, LEARN, PUBLISH, ROLLOUT
 from infra.telemetry import Telemetry
 from learner.group import BatchItem, LearnerGroup, StepStats
+from orchestrator.archive import GroupArchive
 from orchestrator.audit import audit_record
 from orchestrator.checkpoint import Checkpoints
 from orchestrator.credit import Credit, GroupOutcome, classify, credit, skipped
@@ -94,12 +95,14 @@ class Scheduler:
         telemetry: Telemetry,
         observer: Observer,
         start_step: int = 0,
+        archive: GroupArchive | None = None,
     ) -> None:
         self.config = config
         self.parts = parts
         self.ledger = ledger
         self.mixer = mixer
         self.audit = audit
+        self.archive = archive
         self.checkpoints = checkpoints
         self.telemetry = telemetry
         self.step = start_step
@@ -298,7 +301,8 @@ class Scheduler:
         ready_s: float | None = None,
         step: int | None = None,
     ) -> None:
-        """The group leaves in some way: its line goes to the audit trail and its references go free."""
+        """The group leaves in some way: it goes to the audit trail, if graded to the archive, and its references go
+        free."""
         record = audit_record(
             group,
             given,
@@ -309,6 +313,8 @@ class Scheduler:
             ready_s=ready_s,
         )
         self.audit.append(record)
+        if reply is not None and self.archive is not None:
+            self.archive.add(group)
         self._record.records.append(record)
         self.ledger.end(group, outcome)
         if outcome not in (GroupOutcome.TRAINED, GroupOutcome.DROPPED_STALE):

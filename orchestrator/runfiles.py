@@ -15,6 +15,8 @@ SPANS = "spans.jsonl"
 EVAL = "eval.jsonl"
 CONFIG = "config.yaml"
 STATUS = "status.json"
+ARCHIVE = "archive"
+"""Folder of the graded groups (grader/stored.py)."""
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:

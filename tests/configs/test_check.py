@@ -180,6 +180,10 @@ ONE_PROBLEM: list[tuple[tuple[str, ...], str]] = [
         ("telemetry.wandb.mode=disabled", "telemetry.wandb.project=x"),
         "telemetry.wandb.project = x: has no effect, because telemetry.wandb.mode = disabled; remove the key",
     ),
+    (
+        ("algorithm.mode=outcome", "grader=null", "telemetry.archive=none"),
+        "telemetry.archive = none: has no effect, because there is no grader, and only graded groups are kept",
+    ),
     (("telemetry.wandb={mode: disabled, entity: me}",), "telemetry.wandb.entity = me: has no effect"),
     (
         ("ray.address=auto", "ray.object_store_mib=99"),

@@ -19,11 +19,12 @@ from grader.exchange import GradeReply, GradeRequest, lost_reply
 from infra.errors import GagarError
 from infra.pool import ActorLost
 from infra.sinks import JsonlFile
+from orchestrator.archive import GroupArchive
 from orchestrator.checkpoint import Checkpoints
 from orchestrator.ledger import Ledger, Stage
 from orchestrator.loop import Parts, Scheduler
 from orchestrator.mixer import Mixer
-from rollout.trajectory import Status, Trajectory
+from rollout.trajectory import Status, Trajectory, Transcript
 
 
 def even_slots_pass(task: Task, trajectory_id: str, group_id: str) -> Trajectory:
@@ -348,3 +349,18 @@ def test_a_rollout_pool_without_workers_ends_the_run(tmp_path: Path) -> None:
         run.go()
     assert e.group_contains(GagarError, match="no rollout worker is left")
     assert not run.audit.path.read_text(), "no group is skipped for it"
+
+
+def test_exactly_the_groups_that_a_grader_was_asked_about_are_archived(tmp_path: Path) -> None:
+    run = Run(tmp_path, run_config())
+    run.scheduler.archive = GroupArchive(
+        tmp_path / "archive",
+        fetch=lambda refs: [
+            Transcript(trajectory_id=str(r).removeprefix("transcript:"), turns=(), patch="", test_log="") for r in refs
+        ],
+    )
+    with run.scheduler.archive:
+        groups = run.go()
+    asked = {g["group_id"] for g in groups if g["grader"] is not None}
+    assert asked and {g["source"] for g in groups if g["grader"] is None} >= {"sums"}
+    assert {p.name.removesuffix(".json.gz") for p in (tmp_path / "archive").iterdir()} == asked
