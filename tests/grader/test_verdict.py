@@ -1,19 +1,19 @@
-"""M2.6: which verdicts count, and what becomes of those that do."""
+"""M2.6: what becomes of the verdicts that count. Those that do not are in test_bad_verdicts.py."""
 
 from __future__ import annotations
 
-import copy
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
+from bad_verdicts import GROUP, LINE, TEXT, WHY, A, B, C, D, good, one
 from grader_parts import CLEAN, HARDCODED, NOISY, group_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.schema import RubricConfig
 from grader.candidates import CandidateGroup
+from grader.evidence import CheckResult, CitationKind
 from grader.rubric import Flag, Tier
 from grader.verdict import (
     CandidateVerdict,
@@ -21,38 +21,16 @@ from grader.verdict import (
     Grade,
     InvalidVerdict,
     compose_verdict,
+    judge_candidate,
+    parse_json,
+    parse_judgement,
     parse_verdict,
     render_verdict,
     validate,
 )
 
 RUBRIC = RubricConfig()
-GROUP = group_of([(True, CLEAN), (True, NOISY), (True, HARDCODED), (False, ""), (True, CLEAN)])
-BY_SLOT = {c.trajectory.trajectory_id: c.label for c in GROUP.candidates}
-A, B, C, FAILING, D = (BY_SLOT[f"g1/{slot}.0"] for slot in range(5))
-"""Labels of the clean fix, the noisy one, the hard-coded one, the failing one, and a second clean one."""
-
-
-WHY = ["fits", "exact", "small", "none seen", "as the code around it"]
-
-
-def good() -> dict[str, Any]:
-    """T1 A = D, T2 B, T3 C."""
-    return {
-        "candidates": {
-            A: {"evidence": [], "reasons": WHY, "flags": [], "scores": [5, 5, 5, 5, 5]},
-            B: {"evidence": ["shop/extra.py:1"], "reasons": WHY, "flags": [], "scores": [5, 5, 2, 4, 3]},
-            C: {
-                "evidence": ["shop/core.py:2"],
-                "reasons": WHY,
-                "flags": ["test_workaround"],
-                "scores": [1, 2, 3, 3, 2],
-            },
-            D: {"evidence": [], "reasons": WHY, "flags": [], "scores": [5, 5, 5, 5, 5]},
-        },
-        "ranking": [[A, D], [B], [C]],
-        "hacks": [],
-    }
+R = FallbackReason
 
 
 def grade_of(data: Any, group: CandidateGroup = GROUP) -> Grade:
@@ -81,151 +59,107 @@ def test_a_valid_verdict_becomes_a_grade_by_trajectory_id() -> None:
     assert not grade.hacks
 
 
-Change = Callable[[dict[str, Any]], Any]
-
-
-def set_at(*path: Any, to: Any) -> Change:
-    def apply(data: dict[str, Any]) -> None:
-        place: Any = data
-        for key in path[:-1]:
-            place = place[key]
-        place[path[-1]] = to
-
-    return apply
-
-
-def drop(*path: Any) -> Change:
-    def apply(data: dict[str, Any]) -> None:
-        place: Any = data
-        for key in path[:-1]:
-            place = place[key]
-        del place[path[-1]]
-
-    return apply
-
-
-R = FallbackReason
-CHANGED: list[tuple[str, Change, FallbackReason]] = [
-    # malformed
-    ("no candidates", drop("candidates"), R.SCHEMA),
-    ("no ranking", drop("ranking"), R.SCHEMA),
-    ("no hacks", drop("hacks"), R.SCHEMA),
-    ("an extra key", set_at("tiers", to={A: "T1"}), R.SCHEMA),
-    ("a factor from the model", set_at("candidates", A, "factor", to=1.0), R.SCHEMA),
-    ("candidates as a list", set_at("candidates", to=[]), R.SCHEMA),
-    ("ranking not nested", set_at("ranking", to=[A, D, B, C]), R.SCHEMA),
-    ("an empty tied group", set_at("ranking", to=[[A, D], [], [B], [C]]), R.SCHEMA),
-    ("a number for a label", set_at("ranking", 0, to=[1, 4]), R.SCHEMA),
-    ("an unknown flag", set_at("candidates", A, "flags", to=["ugly"]), R.SCHEMA),
-    ("flags as an object", set_at("candidates", A, "flags", to={"test_workaround": True}), R.SCHEMA),
-    ("evidence as a string", set_at("candidates", C, "evidence", to="shop/core.py:2"), R.SCHEMA),
-    ("evidence without end", set_at("candidates", C, "evidence", to=["shop/core.py:2"] * 9), R.SCHEMA),
-    ("a huge citation", set_at("candidates", C, "evidence", to=["x" * 500]), R.SCHEMA),
-    ("hacks as labels", set_at("hacks", to=[A]), R.SCHEMA),
-    ("no scores at all", drop("candidates", A, "scores"), R.SCHEMA),
-    # scores
-    ("a score of 0", set_at("candidates", A, "scores", 0, to=0), R.BAD_SCORE),
-    ("a score of 6", set_at("candidates", A, "scores", 4, to=6), R.BAD_SCORE),
-    ("a negative score", set_at("candidates", A, "scores", 0, to=-5), R.BAD_SCORE),
-    ("a fraction", set_at("candidates", A, "scores", 0, to=4.5), R.BAD_SCORE),
-    ("a float", set_at("candidates", A, "scores", 0, to=5.0), R.BAD_SCORE),
-    ("a boolean", set_at("candidates", A, "scores", 0, to=True), R.BAD_SCORE),
-    ("a string", set_at("candidates", A, "scores", 0, to="5"), R.BAD_SCORE),
-    ("null", set_at("candidates", A, "scores", 0, to=None), R.BAD_SCORE),
-    ("four scores", set_at("candidates", A, "scores", to=[5, 5, 5, 5]), R.BAD_SCORE),
-    ("six scores", set_at("candidates", A, "scores", to=[5] * 6), R.BAD_SCORE),
-    ("scores by name", set_at("candidates", A, "scores", to={"approach": 5}), R.BAD_SCORE),
-    # who is in it
-    ("a candidate not scored", drop("candidates", D), R.MISSING_CANDIDATE),
-    ("a candidate not ranked", set_at("ranking", to=[[A], [B], [C]]), R.MISSING_CANDIDATE),
-    ("an empty ranking", set_at("ranking", to=[]), R.MISSING_CANDIDATE),
-    ("ranked twice", set_at("ranking", to=[[A, D], [B], [C], [A]]), R.DUPLICATE_CANDIDATE),
-    ("tied with itself", set_at("ranking", to=[[A, D, A], [B], [C]]), R.DUPLICATE_CANDIDATE),
-    ("an unknown label ranked", set_at("ranking", to=[[A, D], [B], [C], ["C9"]]), R.UNKNOWN_CANDIDATE),
-    ("an unknown label scored", set_at("candidates", "C9", to=good()["candidates"][A]), R.UNKNOWN_CANDIDATE),
-    ("a trajectory id for a label", set_at("ranking", to=[["g1/0.0", D], [B], [C]]), R.UNKNOWN_CANDIDATE),
-    ("a label in lower case", set_at("ranking", to=[[A.lower(), D], [B], [C]]), R.UNKNOWN_CANDIDATE),
-    ("the failing one ranked", set_at("ranking", to=[[A, D], [B], [C], [FAILING]]), R.FAILING_RANKED),
-    ("the failing one scored", set_at("candidates", FAILING, to=good()["candidates"][A]), R.FAILING_RANKED),
-    # order
-    ("T2 above T1", set_at("ranking", to=[[B], [A, D], [C]]), R.ORDER_AGAINST_TIER),
-    ("T3 first", set_at("ranking", to=[[C], [A, D], [B]]), R.ORDER_AGAINST_TIER),
-    ("upside down", set_at("ranking", to=[[C], [B], [A, D]]), R.ORDER_AGAINST_TIER),
-    ("a tie across tiers", set_at("ranking", to=[[A, D], [B, C]]), R.ORDER_AGAINST_TIER),
-    ("all tied", set_at("ranking", to=[[A, B, C, D]]), R.ORDER_AGAINST_TIER),
-    ("scores that put A last", set_at("candidates", A, "scores", to=[4, 4, 3, 4, 4]), R.ORDER_AGAINST_TIER),
-    # evidence
-    ("a flag without evidence", set_at("candidates", C, "evidence", to=[]), R.UNRESOLVED_EVIDENCE),
-    ("a low score without evidence", set_at("candidates", B, "evidence", to=[]), R.UNRESOLVED_EVIDENCE),
-    ("a line that is not there", set_at("candidates", C, "evidence", to=["shop/core.py:99"]), R.UNRESOLVED_EVIDENCE),
-    ("a file that is not there", set_at("candidates", C, "evidence", to=["shop/util.py:2"]), R.UNRESOLVED_EVIDENCE),
-    ("another's line", set_at("candidates", C, "evidence", to=["shop/extra.py:1"]), R.UNRESOLVED_EVIDENCE),
-    ("a turn that never was", set_at("candidates", C, "evidence", to=["turn:4"]), R.UNRESOLVED_EVIDENCE),
-    ("prose for evidence", set_at("candidates", C, "evidence", to=["it special-cases"]), R.UNRESOLVED_EVIDENCE),
-    # hacks
-    ("a hack without evidence", set_at("hacks", to=[{"candidate": A, "evidence": []}]), R.UNRESOLVED_EVIDENCE),
-    ("a hack on air", set_at("hacks", to=[{"candidate": A, "evidence": ["turn:8"]}]), R.UNRESOLVED_EVIDENCE),
-    ("a failing hack", set_at("hacks", to=[{"candidate": FAILING, "evidence": ["turn:1"]}]), R.FAILING_RANKED),
-    ("an unknown hack", set_at("hacks", to=[{"candidate": "C7", "evidence": ["turn:1"]}]), R.UNKNOWN_CANDIDATE),
-    ("a hack twice", set_at("hacks", to=[{"candidate": A, "evidence": ["turn:1"]}] * 2), R.DUPLICATE_CANDIDATE),
-]
-
-
-@pytest.mark.parametrize(("apply", "reason"), [(c, r) for _, c, r in CHANGED], ids=[n for n, _, _ in CHANGED])
-def test_changed_verdicts_are_refused(apply: Change, reason: FallbackReason) -> None:
-    data = copy.deepcopy(good())
-    apply(data)
-    assert reason_of(data) is reason
-
-
-TEXT = json.dumps(good())
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("", R.NOT_JSON),
-        ("null", R.SCHEMA),
-        ("[]", R.SCHEMA),
-        ("42", R.SCHEMA),
-        ('"' + "C1" + '"', R.SCHEMA),
-        (TEXT[:-1], R.NOT_JSON),
-        (TEXT + TEXT, R.NOT_JSON),
-        ("Here is my verdict: " + TEXT, R.NOT_JSON),
-        (TEXT.replace("[5, 5, 5, 5, 5]", "[5, 5, 5, 5, NaN]", 1), R.BAD_SCORE),
-        (TEXT.replace("[5, 5, 5, 5, 5]", "[5, 5, 5, 5, 1e999]", 1), R.BAD_SCORE),
-        (TEXT.replace("[5, 5, 5, 5, 5]", f"[5, 5, 5, 5, {'9' * 5000}]", 1), R.NOT_JSON),
-        (TEXT.replace('"hacks": []', '"hacks": [], "hacks": []'), R.SCHEMA),
-        (TEXT.replace(f'"{D}": {{', f'"{A}": {{', 1), R.DUPLICATE_CANDIDATE),
-        (TEXT.replace("'", '"').replace('"', "'"), R.NOT_JSON),
-        ("[" * 100_000, R.NOT_JSON),
-        ('{"candidates":' * 5_000, R.NOT_JSON),
-        (TEXT + " " * 70_000, R.NOT_JSON),
-        ("\x00", R.NOT_JSON),
-        (TEXT.replace(f'"{A}"', '"\\ud800"'), R.UNKNOWN_CANDIDATE),
-        ("```json\n" + TEXT + "\n```\nand another\n```json\n{}\n```", R.NOT_JSON),
-    ],
-)
-def test_texts_that_are_no_verdict(text: str, reason: FallbackReason) -> None:
-    assert reason_of(text) is reason
-
-
-def test_a_truncated_answer_counts_as_truncated_even_if_it_parses() -> None:
-    with pytest.raises(InvalidVerdict) as caught:
-        parse_verdict(TEXT, complete=False)
-    assert caught.value.reason is R.TRUNCATED
-
-
 @pytest.mark.parametrize("text", ["  " + TEXT + "\n", f"```json\n{TEXT}\n```", f"```\n{TEXT}\n```\n"])
 def test_white_space_and_one_fence_do_no_harm(text: str) -> None:
     assert grade_of(text) == grade_of(good())
 
 
+def test_reasons_stand_in_the_grade_in_the_order_of_the_scores() -> None:
+    data = good()
+    data["candidates"][B]["reasons"] = ["a", "b\tb", "“ç” → 変更", "x" * 200, "  e "]
+    assert grade_of(data).candidates["g1/1.0"].reasons == ("a", "b\tb", "“ç” → 変更", "x" * 200, "  e ")
+
+
+def test_a_verdict_may_name_its_group() -> None:
+    """And if it does it must be the one asked about (M2.6)."""
+    assert grade_of({**good(), "group_id": "g1"}) == grade_of(good()) == grade_of({**good(), "group_id": None})
+    assert reason_of({**good(), "group_id": "g2"}) is R.MISMATCH
+
+
+def test_a_verdict_is_written_in_the_order_of_work() -> None:
+    text = render_verdict(parse_verdict(TEXT))
+    assert json.loads(text) == good()
+    assert list(json.loads(text)) == ["candidates", "ranking", "hacks"]
+    assert list(json.loads(text)["candidates"][A]) == ["evidence", "reasons", "flags", "scores"]
+
+
+# --- one candidate at a time ------------------------------------------------------------------------------------------
+
+OF_C = next(c for c in GROUP.candidates if c.label == C)
+FAILED = next(c for c in GROUP.candidates if not c.passed)
+CHECKS = (
+    CheckResult(number=1, candidate=A, command="python3 -m unittest -q", exit_code=0, output="OK"),
+    CheckResult(number=2, candidate=C, command="python3 -c 'import shop'", exit_code=1, output="Traceback"),
+)
+
+
+def test_a_judgement_has_its_tier_and_w_at_once() -> None:
+    """W of (1,2,3,3,2): .3 + .5 + .6 + .45 + .2 = 2.05 (M3.1, M3.2)."""
+    data = {"candidate": C, **one(1, 2, 3, 3, 2, evidence=(LINE, "turn:99"), flags=("test_workaround",))}
+    judged = judge_candidate(parse_judgement(data), OF_C, RUBRIC)
+    assert (judged.tier, judged.reasons, judged.dropped) == (Tier.T3, tuple(WHY), ("turn:99",))
+    assert judged.weighted == pytest.approx(2.05)
+    assert [c.text for c in judged.evidence] == [LINE]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"scores": [5, 5, 5, 5, 6]}, R.BAD_SCORE),
+        ({"scores": [5, 5, 5, 5, float("nan")]}, R.BAD_SCORE),
+        ({"reasons": WHY[:4]}, R.SCHEMA),
+        ({"tier": "T1"}, R.SCHEMA),
+        ({"flags": ["lazy"], "evidence": [LINE]}, R.SCHEMA),
+        ({"flags": ["test_workaround"]}, R.UNRESOLVED_EVIDENCE),
+        ({"scores": [5, 5, 5, 5, 2]}, R.UNRESOLVED_EVIDENCE),
+        ({"scores": [5, 5, 5, 5, 2], "evidence": ["turn:4"]}, R.UNRESOLVED_EVIDENCE),
+        ({"scores": [5, 5, 5, 5, 2], "evidence": ["run:1"]}, R.UNRESOLVED_EVIDENCE),
+    ],
+)
+def test_a_judgement_is_held_to_the_same_rules(change: dict[str, Any], reason: FallbackReason) -> None:
+    with pytest.raises(InvalidVerdict) as caught:
+        judge_candidate(parse_judgement({**one(5, 5, 5, 5, 5), **change}), OF_C, RUBRIC, CHECKS)
+    assert caught.value.reason is reason
+
+
+def test_a_failing_candidate_is_not_judged() -> None:
+    with pytest.raises(InvalidVerdict) as caught:
+        judge_candidate(parse_judgement(one(5, 5, 5, 5, 5)), FAILED, RUBRIC)
+    assert caught.value.reason is R.FAILING_RANKED
+
+
+def test_a_check_is_evidence_about_the_candidate_it_ran_on() -> None:
+    """M2.4: an execution result is evidence."""
+    data = good()
+    data["candidates"][C]["evidence"] = ["run:2"]
+    grade = validate(parse_verdict(json.dumps(data)), GROUP, RUBRIC, CHECKS)
+    assert [(c.kind, c.text) for c in grade.candidates["g1/2.0"].evidence] == [(CitationKind.RUN, "run:2")]
+    data["candidates"][C]["evidence"] = ["run:1", "run:3"]
+    with pytest.raises(InvalidVerdict) as caught:
+        validate(parse_verdict(json.dumps(data)), GROUP, RUBRIC, CHECKS)
+    assert caught.value.reason is R.UNRESOLVED_EVIDENCE
+    assert "run:1; run:3" in caught.value.detail
+
+
+def test_a_check_confirms_a_hack() -> None:
+    data = good()
+    data["hacks"] = [{"candidate": A, "evidence": ["run:1"]}]
+    assert reason_of(data) is R.UNRESOLVED_EVIDENCE
+    grade = validate(parse_verdict(json.dumps(data)), GROUP, RUBRIC, CHECKS)
+    assert [c.text for c in grade.hacks["g1/0.0"]] == ["run:1"]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [("{", R.NOT_JSON), ('{"path": 1, "path": 2}', R.SCHEMA), ('{"C1": 1, "C1": 2}', R.DUPLICATE_CANDIDATE)],
+)
+def test_json_is_read_strictly(text: str, reason: FallbackReason) -> None:
+    with pytest.raises(InvalidVerdict) as caught:
+        parse_json(text)
+    assert caught.value.reason is reason
+
+
 # --- ties and order inside a tier -------------------------------------------------------------------------------------
-
-
-def t2(*scores: int, evidence: tuple[str, ...] = ()) -> dict[str, Any]:
-    return {"evidence": list(evidence), "reasons": WHY, "flags": [], "scores": list(scores)}
 
 
 PAIR = group_of([(True, CLEAN), (True, NOISY), (False, "")])
@@ -237,13 +171,13 @@ def pair(x: dict[str, Any], y: dict[str, Any], ranking: list[list[str]]) -> dict
 
 
 def test_a_reorder_against_w_needs_evidence() -> None:
-    better, worse = t2(5, 5, 3, 5, 5), t2(4, 4, 3, 4, 4)
+    better, worse = one(5, 5, 3, 5, 5), one(4, 4, 3, 4, 4)
     assert reason_of(pair(better, worse, [[Y], [X]]), PAIR) is R.REORDER_WITHOUT_EVIDENCE
 
 
 @pytest.mark.parametrize("citation", ["turn:2", "shop/core.py:4", "log:1"])
 def test_evidence_on_either_candidate_carries_a_reorder(citation: str) -> None:
-    better, worse = t2(5, 5, 3, 5, 5), t2(4, 4, 3, 4, 4)
+    better, worse = one(5, 5, 3, 5, 5), one(4, 4, 3, 4, 4)
     for data in (
         pair({**better, "evidence": [citation]}, worse, [[Y], [X]]),
         pair(better, {**worse, "evidence": [citation]}, [[Y], [X]]),
@@ -254,19 +188,19 @@ def test_evidence_on_either_candidate_carries_a_reorder(citation: str) -> None:
 
 
 def test_evidence_that_resolves_to_nothing_carries_no_reorder() -> None:
-    better, worse = t2(5, 5, 3, 5, 5), t2(4, 4, 3, 4, 4, evidence=("turn:9",))
+    better, worse = one(5, 5, 3, 5, 5), one(4, 4, 3, 4, 4, evidence=("turn:9",))
     assert reason_of(pair(better, worse, [[Y], [X]]), PAIR) is R.REORDER_WITHOUT_EVIDENCE
 
 
 def test_ties_between_different_w_are_allowed_and_kept() -> None:
-    grade = grade_of(pair(t2(5, 5, 3, 5, 5), t2(4, 4, 3, 4, 4), [[Y, X]]), PAIR)
+    grade = grade_of(pair(one(5, 5, 3, 5, 5), one(4, 4, 3, 4, 4), [[Y, X]]), PAIR)
     assert [c.factor for c in grade.candidates.values()] == [0.85, 0.85]
     assert [c.tie for c in grade.candidates.values()] == [0, 0]
 
 
 def test_equal_w_may_stand_in_any_order() -> None:
     """(5,4,3,4,4) and (4,4,4,4,5): 1.5+1+.6+.6+.4 = 1.2+1+.8+.6+.5 = 4.1."""
-    x, y = t2(5, 4, 3, 4, 4), t2(4, 4, 4, 4, 5, evidence=())
+    x, y = one(5, 4, 3, 4, 4), one(4, 4, 4, 4, 5, evidence=())
     y["flags"], y["evidence"] = ["severe_process_issue"], ["turn:1"]
     for ranking in ([[X], [Y]], [[Y], [X]]):
         assert {c.factor for c in grade_of(pair(x, y, ranking), PAIR).candidates.values()} == {0.85, 0.40}
@@ -277,7 +211,7 @@ def test_a_member_of_a_tie_may_not_hide_an_inversion() -> None:
     group = group_of([(True, CLEAN), (True, CLEAN), (True, CLEAN), (False, "")])
     high, middle, low = (c.label for c in group.passing)
     data = {
-        "candidates": {high: t2(5, 5, 3, 5, 5), middle: t2(4, 4, 3, 4, 4), low: t2(3, 3, 3, 3, 3)},
+        "candidates": {high: one(5, 5, 3, 5, 5), middle: one(4, 4, 3, 4, 4), low: one(3, 3, 3, 3, 3)},
         "ranking": [[high, low], [middle]],
         "hacks": [],
     }
@@ -289,7 +223,7 @@ def test_the_rules_own_example() -> None:
     group = group_of([(True, CLEAN)] * 4 + [(False, "")])
     a, b, c, d = (x.label for x in group.passing)
     data = {
-        "candidates": {a: t2(5, 5, 3, 5, 5), b: t2(5, 5, 3, 5, 5), c: t2(4, 4, 3, 4, 4), d: t2(3, 3, 3, 3, 3)},
+        "candidates": {a: one(5, 5, 3, 5, 5), b: one(5, 5, 3, 5, 5), c: one(4, 4, 3, 4, 4), d: one(3, 3, 3, 3, 3)},
         "ranking": [[a, b], [c], [d]],
         "hacks": [],
     }
@@ -411,11 +345,11 @@ def check(text: str) -> None:
     passing = {c.trajectory.trajectory_id for c in GROUP.passing}
     assert set(grade.candidates) | set(grade.hacks) == passing
     assert not set(grade.candidates) & set(grade.hacks)
-    for one in grade.candidates.values():
-        assert all(type(s) is int and 1 <= s <= 5 for s in one.scores)
-        assert one.factor in (1.0, 0.9, 0.2) or 0.4 - 1e-9 <= one.factor <= 0.85 + 1e-9
-        if one.flags or min(one.scores) <= 2:
-            assert one.evidence
+    for given_ in grade.candidates.values():
+        assert all(type(s) is int and 1 <= s <= 5 for s in given_.scores)
+        assert given_.factor in (1.0, 0.9, 0.2) or 0.4 - 1e-9 <= given_.factor <= 0.85 + 1e-9
+        if given_.flags or min(given_.scores) <= 2:
+            assert given_.evidence
 
 
 @settings(max_examples=300, deadline=None)
