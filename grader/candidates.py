@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from envs.task import Task
 from grader.evidence import PatchIndex, index_patch
@@ -44,6 +44,17 @@ class CandidateGroup:
         """The candidates to be graded, in label order."""
         return tuple(c for c in self.candidates if c.passed)
 
+    def only(self, label: str) -> CandidateGroup:
+        """The group as if it had this one candidate, under the label it has."""
+        return replace(self, candidates=tuple(c for c in self.candidates if c.label == label))
+
+
+def shuffled(trajectory_ids: Sequence[str], order_seed: int) -> list[str]:
+    """The ids in the order of their labels; depends on the set of ids and the seed alone."""
+    ids = sorted(trajectory_ids)
+    random.Random(order_seed).shuffle(ids)
+    return ids
+
 
 def label_group(
     *,
@@ -74,7 +85,7 @@ def label_group(
             raise MismatchError(f"{trajectory.trajectory_id} was not evaluated ({trajectory.status.value})")
     if not any(t.passed for t in trajectories):
         raise MismatchError("no trajectory passed, so there is nothing to grade")
-    random.Random(order_seed).shuffle(ids)
+    ids = shuffled(ids, order_seed)
     metadata = {t.trajectory_id: t for t in trajectories}
     candidates = tuple(
         Candidate(
