@@ -38,6 +38,7 @@ from rollout.engine import EngineClient, EnginePool
 from rollout.worker import RolloutWorker
 
 T = TypeVar("T")
+STOPPED = "stopped by SIGTERM; the same command with --resume goes on from the last checkpoint"
 Starting = Callable[[], Coroutine[Any, Any, T]]
 """Await the call for the part, ready to be used."""
 
@@ -57,8 +58,8 @@ def run_training(config: RunConfig, *, config_file: Path, resume: bool) -> int:
     observer.state("running")
     phases_s: dict[str, float] = {}
     try:
-        with _ray(config):
-            _run(_train(config, run_dir, checkpoint, telemetry, progress, observer, phases_s))
+        with ray_session(config):
+            run_loop(_train(config, run_dir, checkpoint, telemetry, progress, observer, phases_s))
         observer.state("finished", activity="finished")
     except BaseException as e:
         observer.state("failed", error=str(e) or type(e).__name__)
@@ -104,7 +105,7 @@ async def _train(
     async with (
         _rollout_pool(config, progress) as (engines, rollout_ready),
         _learner(config, progress) as learner_ready,
-        _grader_pool(config, progress) as grader_ready,
+        grader_pool(config, progress) as grader_ready,
     ):
         others = asyncio.gather(learner_ready(), grader_ready())
         rollout = await rollout_ready()
@@ -165,8 +166,8 @@ def run_eval(config: RunConfig, checkpoint: Path | None) -> int:
             return await _evaluate(config, settings, "eval", 0, rollout, progress)
 
     try:
-        with _ray(config):
-            result = _run(go())
+        with ray_session(config):
+            result = run_loop(go())
     finally:
         progress.close()
     for name, rate in result.pass_rate_by.items():
@@ -233,7 +234,7 @@ async def _rollout_pool(config: RunConfig, progress: Progress) -> AsyncIterator[
 
 
 @asynccontextmanager
-async def _grader_pool(config: RunConfig, progress: Progress) -> AsyncIterator[Starting[ActorPool | None]]:
+async def grader_pool(config: RunConfig, progress: Progress) -> AsyncIterator[Starting[ActorPool | None]]:
     """The graders, starting; await the call for the ready pool, or for None where the mode needs no grades."""
     grader = config.grader
     async with contextlib.AsyncExitStack() as stack:
@@ -371,7 +372,8 @@ def _refuse_running(run_dir: Path) -> None:
 
 
 @contextmanager
-def _ray(config: RunConfig) -> Iterator[None]:
+def ray_session(config: RunConfig) -> Iterator[None]:
+    """Ray as the configuration wants it, local or of a running cluster."""
     import ray
 
     local = config.ray.address is None
@@ -391,10 +393,10 @@ def _ray(config: RunConfig) -> Iterator[None]:
         ray.shutdown()
 
 
-def _run(main: Coroutine[Any, Any, T]) -> T:
+def run_loop(main: Coroutine[Any, Any, T], *, stopped: str = STOPPED) -> T:
     """asyncio.run, with the one GagarError of a group of failed loops brought to the surface.
 
-    SIGTERM ends the run as an interrupt does: parts are shut down and the status file says what happened.
+    SIGTERM ends the work as an interrupt does: parts are shut down, and `stopped` is the error's message.
     """
     told = False
 
@@ -415,9 +417,7 @@ def _run(main: Coroutine[Any, Any, T]) -> T:
     except asyncio.CancelledError:
         if not told:
             raise
-        raise GagarError(
-            "stopped by SIGTERM; the same command with --resume goes on from the last checkpoint"
-        ) from None
+        raise GagarError(stopped) from None
     except BaseExceptionGroup as group:
         known = group.subgroup(GagarError)
         if known is None:

@@ -9,7 +9,7 @@ import signal
 import pytest
 
 from infra.errors import EngineError, GagarError
-from orchestrator.build import _run
+from orchestrator.build import run_loop
 
 
 def test_the_error_of_a_failed_loop_comes_to_the_surface() -> None:
@@ -22,7 +22,7 @@ def test_the_error_of_a_failed_loop_comes_to_the_surface() -> None:
         raise EngineError("the engine is gone")
 
     with pytest.raises(EngineError, match="the engine is gone"):
-        _run(fails())
+        run_loop(fails())
 
 
 def test_sigterm_shuts_the_parts_down_and_says_how_to_go_on() -> None:
@@ -36,5 +36,5 @@ def test_sigterm_shuts_the_parts_down_and_says_how_to_go_on() -> None:
             closed.append("parts")
 
     with pytest.raises(GagarError, match=r"SIGTERM.*--resume"):
-        _run(runs())
+        run_loop(runs())
     assert closed == ["parts"]
