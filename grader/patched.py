@@ -1,0 +1,133 @@
+"""The tree that a patch leaves, computed in memory: no git is run on what a policy wrote, and no path is ever opened.
+
+Strict where git is lenient: a hunk must match at exactly the line it names. What does not is an error, never a guess.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from unidiff.patch import Hunk, PatchedFile, PatchSet
+
+Tree = Mapping[str, str | None]
+"""Path -> content; None for what is not text (binary files, submodules)."""
+
+_FILE_START = re.compile(r"^(?=diff --git )", re.MULTILINE)
+_ESCAPE = re.compile(r"\\([0-7]{3}|.)", re.DOTALL)
+_ESCAPES = {"a": 7, "b": 8, "t": 9, "n": 10, "v": 11, "f": 12, "r": 13}
+_NULL = "/dev/null"
+
+
+class PatchError(ValueError):
+    """The patch does not parse, or does not fit the files."""
+
+
+def sections(patch: str) -> list[str]:
+    """The patch cut into its files, header lines included."""
+    return [part for part in _FILE_START.split(patch) if part.strip()]
+
+
+def apply_patch(files: Tree, patch: str) -> dict[str, str | None]:
+    """The files after a unified diff.
+
+    Raises:
+        PatchError: see there.
+    """
+    tree = dict(files)
+    for section in sections(patch):
+        for file in _parse(section):
+            _apply_file(tree, file)
+    return tree
+
+
+def _parse(section: str) -> PatchSet:
+    from unidiff.errors import UnidiffParseError
+    from unidiff.patch import PatchSet
+
+    try:
+        return PatchSet.from_string(section)
+    except (UnidiffParseError, ValueError) as error:
+        raise PatchError(f"the patch does not parse: {error}") from None
+
+
+def _apply_file(tree: dict[str, str | None], file: PatchedFile) -> None:
+    source, target = _path(file.source_file), _path(file.target_file)
+    info = [str(line) for line in file.patch_info or ()]
+    old: str | None = ""
+    if source is not None:
+        if source not in tree:
+            raise PatchError(f"{source} does not exist")
+        old = tree[source]
+    elif target in tree:
+        raise PatchError(f"{target} exists already")
+    binary = file.is_binary_file or file.is_submodule or any(line.startswith("GIT binary patch") for line in info)
+    if file and (old is None or binary):
+        raise PatchError(f"{source or target} is not text")
+    new = None if binary or old is None else _apply_hunks(old, file)
+    copied = any(line.startswith("copy from ") for line in info)
+    if source is not None and source != target and not copied:
+        del tree[source]
+    if target is not None:
+        tree[target] = new
+
+
+def _apply_hunks(old: str, file: PatchedFile) -> str:
+    lines = old.split("\n")
+    lines = [line + "\n" for line in lines[:-1]] + ([lines[-1]] if lines[-1] else [])
+    result: list[str] = []
+    at = 0
+    for hunk in file:
+        start = hunk.source_start - 1 if hunk.source_length else hunk.source_start
+        if not at <= start <= len(lines):
+            raise PatchError(f"a change of {file.path} stands at line {hunk.source_start}, which is not there")
+        result += lines[at:start]
+        at = start
+        for kind, text in _changes(hunk):
+            if kind != "+":
+                if at >= len(lines) or lines[at] != text:
+                    raise PatchError(f"line {at + 1} of {file.path} is not what the patch says")
+                at += 1
+            if kind != "-":
+                result.append(text)
+    result += lines[at:]
+    return "".join(result)
+
+
+def _changes(hunk: Hunk) -> list[tuple[str, str]]:
+    """("+" | "-" | " ", line with its newline, if it has one)."""
+    changes: list[tuple[str, str]] = []
+    for line in hunk:
+        if line.line_type == "\\" and changes:
+            kind, text = changes[-1]
+            changes[-1] = kind, text.removesuffix("\n")
+        elif line.line_type in ("+", "-", " "):
+            changes.append((line.line_type, line.value))
+    return changes
+
+
+def _path(name: str) -> str | None:
+    """A path as git wrote it, prefix and quotes taken off; None for /dev/null."""
+    if name == _NULL:
+        return None
+    if len(name) >= 2 and name[0] == name[-1] == '"':
+        name = unquote(name[1:-1])
+    return name[2:] if name[:2] in ("a/", "b/") else name
+
+
+def unquote(name: str) -> str:
+    r"""Undo git's quoting of a file name (`\303\244`, `\n`, `\"`)."""
+    raw = bytearray()
+    end = 0
+    for found in _ESCAPE.finditer(name):
+        raw += name[end : found.start()].encode("utf-8", "surrogateescape")
+        code = found[1]
+        if len(code) == 3:
+            raw.append(int(code, 8) & 0xFF)
+        else:
+            raw += bytes([_ESCAPES[code]]) if code in _ESCAPES else code.encode("utf-8", "surrogateescape")
+        end = found.end()
+    raw += name[end:].encode("utf-8", "surrogateescape")
+    return raw.decode("utf-8", "surrogateescape")
