@@ -24,6 +24,7 @@ from infra.sinks import JsonlFile
 from infra.telemetry import Telemetry
 from learner.group import LearnerGroup
 from orchestrator.archive import GroupArchive
+from orchestrator.canaries import make_canaries
 from orchestrator.checkpoint import Checkpoint, Checkpoints, cut_logs
 from orchestrator.evaluate import EvalResult, evaluate
 from orchestrator.ledger import Ledger
@@ -92,6 +93,7 @@ async def _train(
     start_s = time.monotonic()
     evals = JsonlFile(run_dir / EVAL, sync=True)
     groups = JsonlFile(run_dir / GROUPS, sync=True)
+    canaries = make_canaries(config, run_dir)
 
     async def measure(label: str, step: int, rollout: ActorPool) -> None:
         assert config.eval is not None
@@ -129,6 +131,7 @@ async def _train(
                 rollout=rollout,
                 grader=grader,
                 learner=learner,
+                canaries=canaries,
             ),
             ledger=Ledger(),
             mixer=mixer,
@@ -251,7 +254,7 @@ async def grader_pool(config: RunConfig, progress: Progress) -> AsyncIterator[St
                 "grader",
                 GraderWorker,
                 (grader, config.algorithm.rubric),
-                kwargs={"engine": client},
+                kwargs={"engine": client, "sandbox": config.rollout.sandbox},
                 workers=grader.workers,
                 slots=grader.groups_per_worker,
                 resources=grader.resources,

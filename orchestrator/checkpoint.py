@@ -18,7 +18,7 @@ from typing import Any
 from infra.errors import StorageError
 from learner.group import LearnerGroup
 
-LOGS = ("metrics.jsonl", "groups.jsonl", "spans.jsonl", "eval.jsonl")
+LOGS = ("metrics.jsonl", "groups.jsonl", "spans.jsonl", "eval.jsonl", "canaries.jsonl")
 """Append-only files of a run that a resume cuts back to where they were at the checkpoint."""
 
 

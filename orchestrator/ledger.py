@@ -137,6 +137,10 @@ class Ledger:
         self._grading[group_id] = complete
         return complete
 
+    def is_grading(self, group_id: str) -> bool:
+        """Whether a group is complete and has neither got its advantages nor ended."""
+        return group_id in self._grading
+
     def make_ready(self, ready: ReadyGroup) -> None:
         """Move a complete group to the ready ones."""
         del self._grading[ready.group.group_id]

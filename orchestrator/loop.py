@@ -7,6 +7,7 @@
 
 No stage waits for another one's batch: groups are graded the moment they complete, while others roll out and the
 learner steps. A full queue slows the stage before it. The driver holds metadata and references, never token payloads.
+The graders' arrow is grading_stage.py.
 """
 
 from __future__ import annotations
@@ -22,17 +23,20 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from configs.schema import AdvantageMode, RunConfig
 from envs.task import Split, TaskKind, TaskSource
-from grader.exchange import GradeReply, GradeRequest, accept, base_state_of, lost_reply
+from grader.exchange import GradeReply
 from infra.errors import GagarError
 from infra.pool import ActorLost, ActorPool, ActorTimeout
 from infra.sinks import JsonlFile
-from infra.spans import CHECKPOINT, GRADE, LEARN, PUBLISH, ROLLOUT
+from infra.spans import CHECKPOINT, LEARN, PUBLISH, ROLLOUT
 from infra.telemetry import Telemetry
 from learner.group import BatchItem, LearnerGroup, StepStats
+from orchestrator.alarms import Alarm
 from orchestrator.archive import GroupArchive
 from orchestrator.audit import audit_record
+from orchestrator.canaries import Canaries
 from orchestrator.checkpoint import Checkpoints
 from orchestrator.credit import Credit, GroupOutcome, classify, credit, skipped
+from orchestrator.grading_stage import GradingStage
 from orchestrator.ledger import CompleteGroup, Ledger, Member, ReadyGroup, RollingGroup
 from orchestrator.mixer import Mixer
 from orchestrator.progress import Activity
@@ -51,6 +55,7 @@ class Parts:
     rollout: ActorPool
     grader: ActorPool | None
     learner: LearnerGroup
+    canaries: Canaries | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -73,6 +78,10 @@ class Observer(Protocol):
 
     def on_checkpoint(self, path: Path) -> None:
         """A checkpoint is complete."""
+        ...
+
+    def on_alarm(self, alarm: Alarm) -> None:
+        """An alarm on the graders began or ended."""
         ...
 
     def on_tick(self, scheduler: Scheduler, still_s: float) -> None:
@@ -112,13 +121,24 @@ class Scheduler:
         self.activity: tuple[Activity, float] = ("waiting", time.monotonic())
         """What `_train` does, and since when."""
         self._observer = observer
+        self.grading: GradingStage | None = None
+        """None where nothing is graded."""
+        if config.grader and parts.grader and config.algorithm.mode is not AdvantageMode.OUTCOME:
+            self.grading = GradingStage(
+                config=config.grader,
+                seed=config.seed,
+                pool=parts.grader,
+                telemetry=telemetry,
+                canaries=parts.canaries,
+                spawn=self._spawn,
+                step=lambda: self.step,
+                on_grade=self._on_grade,
+                on_alarm=observer.on_alarm,
+            )
         rollout_slots = parts.rollout.occupancy()[1]
-        grader_slots = parts.grader.occupancy()[1] if parts.grader else 1
         self._to_roll: asyncio.Queue[tuple[RollingGroup, int, int]] = asyncio.Queue(maxsize=rollout_slots)
         self._ended: asyncio.Queue[tuple[str, int, Member]] = asyncio.Queue(maxsize=rollout_slots)
-        self._to_grade: asyncio.Queue[CompleteGroup] = asyncio.Queue(maxsize=2 * grader_slots)
         self._roll_slots = asyncio.Semaphore(rollout_slots)
-        self._grade_slots = asyncio.Semaphore(grader_slots)
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         """Set when a group became ready or ended: wakes `_admit` and `_train`."""
@@ -132,7 +152,10 @@ class Scheduler:
         """
         async with asyncio.TaskGroup() as group:
             self._group = group
-            for loop in (self._admit(), self._roll(), self._collect(), self._grade(), self._watch()):
+            loops = [self._admit(), self._roll(), self._collect(), self._watch()]
+            if self.grading is not None:
+                loops.append(self.grading.run())
+            for loop in loops:
                 self._spawn(loop)
             await self._train()
             # What still rolls out or is graded is surplus: it is given up, and counted by nothing.
@@ -231,48 +254,19 @@ class Scheduler:
         group = self.ledger.record(group_id, slot, member, time.monotonic())
         if group is None:
             return
-        graded_mode = self.config.algorithm.mode is not AdvantageMode.OUTCOME and self.parts.grader is not None
         trajectories = [m.trajectory for m in group.members]
         skip = classify(trajectories, self.config.algorithm.min_valid)
         if skip is not None:
             self._end(group, skipped(skip), skip)
-        elif graded_mode and group.task.kind is TaskKind.CODE:
-            await self._to_grade.put(group)
+        elif self.grading is not None and group.task.kind is TaskKind.CODE:
+            await self.grading.put(group)
         else:
             self._ready(group, credit(trajectories, self.config.algorithm, grade=None, fallback_reason=None), None)
 
-    async def _grade(self) -> None:
-        """Consumes eligible code groups; starts one a free slot of the grader pool. Unblocked by a freed slot."""
-        while True:
-            await self._grade_slots.acquire()
-            self._spawn(self._grade_one(await self._to_grade.get()))
-
-    async def _grade_one(self, group: CompleteGroup) -> None:
-        """One group. Whatever goes wrong costs a fallback to outcome advantages, never more (M1.10)."""
-        from ray.exceptions import RayError
-
-        assert self.parts.grader is not None
-        assert self.config.grader is not None
-        request = GradeRequest(
-            group_id=group.group_id,
-            task=group.task,
-            base_state=base_state_of(group.task),
-            trajectories=tuple(m.trajectory for m in group.valid),
-            order_seed=self.config.seed + group.index,
-            submitted_unix_s=time.time(),
-        )
-        start_s = time.monotonic()
-        transcripts = [m.transcript for m in group.valid]
-        # The worker keeps the limit itself; this one is for a worker that hangs.
-        deadline_s = self.config.grader.timeout_s * 1.5 + 10.0
-        with self.telemetry.span(GRADE, group_id=group.group_id):
-            try:
-                reply = await self.parts.grader.call("grade", request, *transcripts, timeout_s=deadline_s)
-                reply = accept(request, reply)
-            except (ActorLost, ActorTimeout, RayError) as e:  # Ray's own: a transcript was lost with its node
-                reply = lost_reply(request, _said(e), run_s=time.monotonic() - start_s)
-            finally:
-                self._grade_slots.release()
+    def _on_grade(self, group: CompleteGroup, reply: GradeReply) -> None:
+        """A grade, or why there is none (M1.10). For a group that has ended meanwhile it lands nowhere."""
+        if not self.ledger.is_grading(group.group_id):
+            return
         self.moved_s = time.monotonic()
         given = credit(
             [m.trajectory for m in group.members],
@@ -399,7 +393,3 @@ def _items(batch: list[ReadyGroup]) -> list[BatchItem]:
         for ready in batch
         for m in ready.group.valid
     ]
-
-
-def _said(error: Exception) -> str:
-    return str(error) if isinstance(error, GagarError) else f"{type(error).__name__}: {error}"

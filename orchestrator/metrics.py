@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 
 from configs.schema import EngineConfig, LearnerConfig, RunConfig, VllmGraderBackend
+from grader.verdict import FallbackReason
 from infra.spans import (
+    CANARY,
     CHECKPOINT,
     GRADE,
     LEARN,
@@ -54,6 +56,8 @@ class StepFacts:
     """B_i by source."""
     acceptance: Mapping[str, float]
     """The mixer's estimate of r_i by source."""
+    grader: Mapping[str, float]
+    """Rolling figures of the graders by metric name (orchestrator/alarms.py); empty where nothing is graded."""
     pool_units: Mapping[str, float]
     """GPUs, or CPU threads, that each of `rollout`, `grader` and `learner` holds; see `pool_units`."""
 
@@ -87,6 +91,7 @@ def step_metrics(facts: StepFacts) -> Metrics:
     out = Metrics({}, {})
     _redistribution(out, facts.records)
     _grading(out, facts.records)
+    out.scalars.update(facts.grader)
     _groups(out, facts)
     _trajectories(out, facts)
     _sources(out, facts)
@@ -160,10 +165,19 @@ def _grading(out: Metrics, records: Sequence[Record]) -> None:
         out.scalars["grading/hacks"] = float(hacks)
     out.share("grading/hack_rate", hacks, sum(bool(t["passed"] or t["hack"]) for t in judged))
     replies = [r["grader"] for r in asked if r.get("grader") is not None]
+    out.share("grading/resubmitted_rate", sum(bool(g.get("attempt")) for g in replies), len(replies))
+    _work(out, [r["grader"] for r in asked if r.get("grader") and r["fallback_reason"] != FallbackReason.WORKER_LOST])
+
+
+def _work(out: Metrics, answers: Sequence[Mapping[str, Any]]) -> None:
+    """What the graders that answered did for a group; of one that was lost nothing is known."""
     for key in ("queue_s", "run_s"):
-        out.percentiles(f"grading/{key}", [float(g[key]) for g in replies if g.get(key) is not None])
-    for key in ("turns", "prompt_tokens", "completion_tokens"):
-        out.mean(f"grading/{key}_mean", [float(g[key]) for g in replies if g.get(key) is not None])
+        out.percentiles(f"grading/{key}", [float(g[key]) for g in answers if g.get(key) is not None])
+    for key in ("turns", "prompt_tokens", "completion_tokens", "cost_usd"):
+        out.mean(f"grading/{key}_mean", [float(g[key]) for g in answers if g.get(key) is not None])
+    out.mean("grading/checks_mean", [float(len(g["checks"])) for g in answers if g.get("checks") is not None])
+    if costs := [float(g["cost_usd"]) for g in answers if g.get("cost_usd") is not None]:
+        out.scalars["grading/cost_usd"] = sum(costs)
 
 
 def _groups(out: Metrics, facts: StepFacts) -> None:
@@ -244,8 +258,10 @@ def _time(out: Metrics, facts: StepFacts) -> None:
         return
     out.scalars["time/step_s"] = end - start
     busy = {
-        name: merged(clipped(facts.spans, name, facts.window)) for name in (LEARN, PUBLISH, CHECKPOINT, ROLLOUT, GRADE)
+        name: merged(clipped(facts.spans, name, facts.window))
+        for name in (LEARN, PUBLISH, CHECKPOINT, ROLLOUT, GRADE, CANARY)
     }
+    busy[GRADE] = merged([*busy[GRADE], *busy[CANARY]])
     taken: list[Interval] = []
     for key, name in (
         ("learning", LEARN),

@@ -12,6 +12,7 @@ from configs.schema import RunConfig
 from infra.pool import ActorPool
 from infra.telemetry import Telemetry
 from learner.group import StepStats
+from orchestrator.alarms import Alarm
 from orchestrator.ledger import Stage
 from orchestrator.loop import Scheduler, StepRecord
 from orchestrator.metrics import StepFacts, pool_units, step_metrics
@@ -32,6 +33,8 @@ class RunObserver:
         self._rewards: dict[str, float] = {}
         self._cap_rate: float | None = None
         self._stall_told_s = 0.0
+        self._canaries = 0
+        """Graded up to the last step."""
         self.checkpoint: str | None = None
         """The last complete checkpoint, for the status file."""
         self._shown = ProgressSnapshot(
@@ -67,6 +70,7 @@ class RunObserver:
                 spans=self._telemetry.take(window),
                 quotas=scheduler.mixer.quotas,
                 acceptance={name: s.acceptance for name, s in scheduler.mixer.sources.items()},
+                grader=self._grader(scheduler),
                 pool_units=pool_units(self._config),
             )
         )
@@ -92,6 +96,23 @@ class RunObserver:
         elif still_s - self._stall_told_s >= stall_s:
             self._stall_told_s = still_s
             self._progress.event(stall_message(shown, still_s))
+
+    def _grader(self, scheduler: Scheduler) -> dict[str, float]:
+        """The graders' rolling figures, and the canaries of this step."""
+        stage = scheduler.grading
+        if stage is None:
+            return {}
+        scalars = stage.watch.scalars()
+        if self._config.grader is not None and self._config.grader.canaries.share > 0.0:
+            scalars["canary/graded"] = float(stage.canaries_graded - self._canaries)
+            self._canaries = stage.canaries_graded
+        return scalars
+
+    def on_alarm(self, alarm: Alarm) -> None:
+        """Say it once where it is seen: on the console and as a W&B alert."""
+        title = f"ALARM {alarm.name}" if alarm.on else f"alarm {alarm.name} is over"
+        self._progress.event(f"{title}: {alarm.text}")
+        self._telemetry.alert(f"{self._config.name}: {title}", alarm.text)
 
     def on_checkpoint(self, path: Path) -> None:
         """A checkpoint is complete."""
@@ -127,6 +148,7 @@ class RunObserver:
             oldest_rollout_s=oldest[Stage.ROLLING],
             oldest_grading_s=oldest[Stage.GRADING],
             cap_rate=self._cap_rate,
+            alarms=scheduler.grading.watch.alarms if scheduler.grading else (),
         )
 
 
@@ -145,6 +167,7 @@ def _step_line(scheduler: Scheduler, step_s: float, scalars: dict[str, float]) -
         ("grading/tier1_share", "T1"),
         ("redistribution/lambda_capped_rate", "cap"),
         ("grading/fallback_rate", "fallback"),
+        ("canary/tier_agreement", "canary tiers"),
         ("overlap/share", "overlap"),
     ):
         if key in scalars:

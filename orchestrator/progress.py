@@ -75,6 +75,8 @@ class ProgressSnapshot:
     """Age of the oldest group at the graders."""
     cap_rate: float | None
     """Share of graded groups in the last step whose lambda was capped."""
+    alarms: tuple[str, ...] = ()
+    """Names of the alarms on the graders that are on."""
 
 
 class Progress:
@@ -143,6 +145,8 @@ def progress_line(snapshot: ProgressSnapshot, elapsed_s: float) -> str:
         )
     if snapshot.cap_rate is not None:
         parts.append(f"cap {snapshot.cap_rate:.0%}")
+    if snapshot.alarms:
+        parts.append(f"ALARM {', '.join(snapshot.alarms)}")
     return " | ".join(parts)
 
 
@@ -155,6 +159,7 @@ def render(snapshot: ProgressSnapshot, elapsed_s: float) -> RenderableType:
         Text(clock_text(elapsed_s)),
         Text(f"{snapshot.activity} {snapshot.activity_s:.0f} s", style="cyan"),
         Text("" if snapshot.cap_rate is None else f"cap rate {snapshot.cap_rate:.0%}", style="dim"),
+        Text(f"ALARM {', '.join(snapshot.alarms)}" if snapshot.alarms else "", style="bold red"),
     )
     pools = Table.grid(padding=(0, 1))
     for name, pool in snapshot.pools.items():

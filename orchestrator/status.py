@@ -143,6 +143,8 @@ def _table(run_dir: Path, status: Mapping[str, Any], state: str, now: float) -> 
     row("step", f"{snapshot['step']} of {snapshot['total_steps']}, {snapshot['activity']}")
     row("last progress", f"{clock_text(max(now - status['last_progress_s'], 0.0))} ago")
     row("checkpoint", status["checkpoint"] or "none yet")
+    if alarms := snapshot.get("alarms"):
+        row("alarms", ", ".join(alarms))
     if state == "running":
         pools = (f"{name} {p['busy']}/{p['slots']} busy" for name, p in snapshot["pools"].items())
         row("pools", ", ".join(pools))

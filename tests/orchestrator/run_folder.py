@@ -8,10 +8,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from configs.schema import WandbConfig
+from configs.schema import GraderConfig, WandbConfig
+from grader.verdict import FallbackReason
 from infra.spans import Span
 from infra.telemetry import Telemetry
 from learner.group import StepStats
+from orchestrator.alarms import GraderWatch
 from orchestrator.metrics import Metrics, StepFacts, step_metrics
 
 SCORES = {"approach": 5, "precision": 5, "minimality": 4, "side_effects": 5, "consistency": 4}
@@ -96,7 +98,7 @@ def group(group_id: str, trajectories: list[dict[str, Any]], **changes: Any) -> 
     }
 
 
-def reply(queue_s: float, run_s: float) -> dict[str, Any]:
+def reply(queue_s: float, run_s: float, **changes: Any) -> dict[str, Any]:
     return {
         "model": "grader",
         "queue_s": queue_s,
@@ -105,8 +107,17 @@ def reply(queue_s: float, run_s: float) -> dict[str, Any]:
         "prompt_tokens": 1000,
         "completion_tokens": 80,
         "order_seed": 7,
+        "attempt": 0,
         "verdict": None,
+        "checks": [],
+        "cost_usd": 0.0,
+        **changes,
     }
+
+
+def checks(count: int) -> list[dict[str, Any]]:
+    one = {"candidate": "C1", "command": "python3 -m unittest -q", "exit_code": 0}
+    return [{"number": n, **one} for n in range(1, count + 1)]
 
 
 def records() -> list[dict[str, Any]]:
@@ -138,7 +149,7 @@ def records() -> list[dict[str, Any]]:
                 trajectory("exact/3", False, advantage=-0.5),
             ],
             **graded,
-            **{"lambda": 40 / 37, "grader": reply(0.0, 5.0)},
+            **{"lambda": 40 / 37, "grader": reply(0.0, 5.0, attempt=1, cost_usd=0.5, checks=checks(3))},
         ),
         group(
             "fallback",
@@ -181,6 +192,24 @@ def spans(start_s: float) -> list[Span]:
     ]
 
 
+def canary_line(
+    agreement: float | None, tau_b: float | None, reason: str | None = None, number: int = 0
+) -> dict[str, Any]:
+    """What a line of canaries.jsonl says about the grader."""
+    return {"canary": number, "tier_agreement": agreement, "kendall_tau_b": tau_b, "fallback_reason": reason}
+
+
+def watched() -> dict[str, float]:
+    """The graders' figures after four groups, one of them lost, and three canaries, one of them without a verdict."""
+    backend = {"type": "vllm", "engine": {"model": "unused"}}
+    watch = GraderWatch(GraderConfig.model_validate({"backend": backend}))
+    for reason in (None, None, FallbackReason.SCHEMA, FallbackReason.WORKER_LOST):
+        watch.group(reason)
+    for line in (canary_line(1.0, 0.5), canary_line(0.5, None), canary_line(None, None, "timeout")):
+        watch.canary(line)
+    return {**watch.scalars(), "canary/graded": 3.0}
+
+
 def facts(**changes: Any) -> StepFacts:
     """Everything known of step 3; the window is 100 s to 110 s."""
     given: dict[str, Any] = {
@@ -191,6 +220,7 @@ def facts(**changes: Any) -> StepFacts:
         "spans": spans(100.0),
         "quotas": {"minirepo": 3, "arith": 1},
         "acceptance": {"minirepo": 0.5, "arith": 0.9},
+        "grader": watched(),
         "pool_units": {"rollout": 1.0, "grader": 1.0, "learner": 2.0},
     }
     return StepFacts(**{**given, **changes})

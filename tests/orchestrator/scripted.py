@@ -1,19 +1,28 @@
-"""Scripted parts for tests of the scheduler: pools, learner and logs that need no process."""
+"""Scripted parts for tests of the scheduler: pools, learner and logs that need no process; a run made of them."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from configs.schema import RunConfig
 from envs.task import ExactAnswer, Split, Task, TaskKind
-from grader.exchange import GradeReply, GradeRequest
+from grader.exchange import GradeReply, GradeRequest, lost_reply
+from infra.sinks import JsonlFile
 from learner.group import BatchItem
-from rollout.trajectory import Status, Trajectory
+from orchestrator.alarms import Alarm
+from orchestrator.canaries import make_canaries
+from orchestrator.checkpoint import Checkpoints
+from orchestrator.ledger import Ledger
+from orchestrator.loop import Parts, Scheduler
+from orchestrator.mixer import Mixer
+from rollout.trajectory import Status, Trajectory, Transcript
 
 
 def run_config(**changes: Any) -> RunConfig:
@@ -114,6 +123,33 @@ class ScriptedPool:
         return value, [f"payload:{args[1]}", f"transcript:{args[1]}"]
 
 
+PATCH_LINES = {"T1": 1, "T2": 4, "T3": 8}
+"""Added lines for which `grader.scripted.judge_by_size` gives a tier."""
+
+
+def transcript(trajectory_id: str, tier: str) -> Transcript:
+    """What is graded as `tier` by ScriptedGrader."""
+    count = PATCH_LINES[tier]
+    lines = "".join(f"+line {i}\n" for i in range(count))
+    patch = f"diff --git a/a.py b/a.py\nnew file mode 100644\n--- /dev/null\n+++ b/a.py\n@@ -0,0 +1,{count} @@\n{lines}"
+    return Transcript(trajectory_id=trajectory_id, turns=(), patch=patch, test_log="")
+
+
+class TranscriptPool(ScriptedPool):
+    """A rollout pool whose transcripts can be read: slot 0 is T1, slot 2 is T3; the other way round in odd groups."""
+
+    async def call(self, method: str, *args: Any, num_returns: int = 1, timeout_s: float | None = None) -> Any:
+        value, (payload, _) = await super().call(method, *args, num_returns=num_returns, timeout_s=timeout_s)
+        return value, [payload, transcript(args[1], tier_of(args[1]))]
+
+
+def tier_of(trajectory_id: str) -> str:
+    """The tier of a trajectory from a TranscriptPool."""
+    group_id, slot = trajectory_id.split("/")
+    first = int(group_id.rpartition("-")[2]) % 2 == 0
+    return "T1" if slot.startswith("0") is first else "T3"
+
+
 class ScriptedLearner:
     """Remembers what it was given; publishes by setting a version."""
 
@@ -154,4 +190,79 @@ class ScriptedTelemetry:
         self.record_span(name, start_s, time.monotonic(), **attrs)
 
 
-GradeHandler = Callable[[GradeRequest], GradeReply]
+def even_slots_pass(task: Task, trajectory_id: str, group_id: str) -> Trajectory:
+    slot = int(trajectory_id.split("/")[1].split(".")[0])
+    return trajectory(trajectory_id, task=task, passed=slot % 2 == 0)
+
+
+def fallback(request: GradeRequest, *transcripts: Any) -> GradeReply:
+    assert len(transcripts) == len(request.trajectories)
+    return lost_reply(request, "scripted", run_s=0.0)
+
+
+class Run:
+    """One scheduler with scripted parts."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        config: RunConfig,
+        *,
+        rollout: Any = even_slots_pass,
+        grade: Any = fallback,
+        rollout_delay_s: float = 0.0,
+        grade_delay_s: float = 0.0,
+        grade_slots: int = 2,
+        pool: type[ScriptedPool] = ScriptedPool,
+        learner: ScriptedLearner | None = None,
+    ) -> None:
+        """With `grader.canaries` in the configuration, as build.py makes them."""
+        self.config = config
+        self.rollout = pool(rollout, slots=8, delay_s=rollout_delay_s)
+        self.grader = ScriptedPool(grade, slots=grade_slots, delay_s=grade_delay_s)
+        self.learner = learner or ScriptedLearner()
+        self.telemetry = ScriptedTelemetry()
+        self.ledger = Ledger()
+        self.audit = JsonlFile(run_dir / "groups.jsonl", sync=False)
+        self.steps: list[int] = []
+        self.alarms: list[Alarm] = []
+        self.retries: Counter[str] = Counter()
+        parts = Parts(
+            sources={
+                "code": ScriptedSource("code", TaskKind.CODE),
+                "sums": ScriptedSource("sums", TaskKind.SINGLE_TURN),
+            },
+            engines=cast(Any, None),
+            rollout=cast(Any, self.rollout),
+            grader=cast(Any, self.grader),
+            learner=cast(Any, self.learner),
+            canaries=make_canaries(config, run_dir),
+        )
+        self.mixer = Mixer(config.sources, alpha=config.scheduler.alpha)
+        self.scheduler = Scheduler(
+            config=config,
+            parts=parts,
+            ledger=self.ledger,
+            mixer=self.mixer,
+            audit=self.audit,
+            checkpoints=Checkpoints(run_dir, keep=1),
+            telemetry=cast(Any, self.telemetry),
+            observer=self,
+        )
+
+    def on_step(self, scheduler: Scheduler, record: Any, stats: Any) -> None:
+        self.steps.append(scheduler.step)
+        self.retries += record.retries
+
+    def on_checkpoint(self, path: Path) -> None:
+        pass
+
+    def on_alarm(self, alarm: Alarm) -> None:
+        self.alarms.append(alarm)
+
+    def on_tick(self, scheduler: Scheduler, still_s: float) -> None:
+        pass
+
+    def go(self) -> list[dict[str, Any]]:
+        asyncio.run(asyncio.wait_for(self.scheduler.run(), timeout=30))
+        return [json.loads(line) for line in self.audit.path.read_text().splitlines()]

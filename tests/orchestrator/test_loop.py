@@ -3,99 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import weakref
 from collections import Counter
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from ray.exceptions import ObjectLostError
-from scripted import ScriptedLearner, ScriptedPool, ScriptedSource, ScriptedTelemetry, run_config, trajectory
+from scripted import Run, ScriptedLearner, ScriptedPool, even_slots_pass, run_config, trajectory
 
-from configs.schema import RunConfig
 from envs.task import Task, TaskKind
-from grader.exchange import GradeReply, GradeRequest, lost_reply
+from grader.exchange import GradeReply, GradeRequest
 from infra.errors import GagarError
 from infra.pool import ActorLost
-from infra.sinks import JsonlFile
 from orchestrator.archive import GroupArchive
-from orchestrator.checkpoint import Checkpoints
-from orchestrator.ledger import Ledger, Stage
-from orchestrator.loop import Parts, Scheduler
-from orchestrator.mixer import Mixer
+from orchestrator.ledger import Stage
 from rollout.trajectory import Status, Trajectory, Transcript
-
-
-def even_slots_pass(task: Task, trajectory_id: str, group_id: str) -> Trajectory:
-    slot = int(trajectory_id.split("/")[1].split(".")[0])
-    return trajectory(trajectory_id, task=task, passed=slot % 2 == 0)
-
-
-def fallback(request: GradeRequest, *transcripts: Any) -> GradeReply:
-    assert len(transcripts) == len(request.trajectories)
-    return lost_reply(request, "scripted", run_s=0.0)
-
-
-class Run:
-    """One scheduler with scripted parts."""
-
-    def __init__(
-        self,
-        tmp_path: Path,
-        config: RunConfig,
-        *,
-        rollout: Any = even_slots_pass,
-        grade: Any = fallback,
-        rollout_delay_s: float = 0.0,
-        grade_delay_s: float = 0.0,
-        pool: type[ScriptedPool] = ScriptedPool,
-        learner: ScriptedLearner | None = None,
-    ) -> None:
-        self.config = config
-        self.rollout = pool(rollout, slots=8, delay_s=rollout_delay_s)
-        self.grader = ScriptedPool(grade, slots=2, delay_s=grade_delay_s)
-        self.learner = learner or ScriptedLearner()
-        self.telemetry = ScriptedTelemetry()
-        self.ledger = Ledger()
-        self.audit = JsonlFile(tmp_path / "groups.jsonl", sync=False)
-        self.steps: list[int] = []
-        self.retries: Counter[str] = Counter()
-        parts = Parts(
-            sources={
-                "code": ScriptedSource("code", TaskKind.CODE),
-                "sums": ScriptedSource("sums", TaskKind.SINGLE_TURN),
-            },
-            engines=cast(Any, None),
-            rollout=cast(Any, self.rollout),
-            grader=cast(Any, self.grader),
-            learner=cast(Any, self.learner),
-        )
-        self.mixer = Mixer(config.sources, alpha=config.scheduler.alpha)
-        self.scheduler = Scheduler(
-            config=config,
-            parts=parts,
-            ledger=self.ledger,
-            mixer=self.mixer,
-            audit=self.audit,
-            checkpoints=Checkpoints(tmp_path, keep=1),
-            telemetry=cast(Any, self.telemetry),
-            observer=self,
-        )
-
-    def on_step(self, scheduler: Scheduler, record: Any, stats: Any) -> None:
-        self.steps.append(scheduler.step)
-        self.retries += record.retries
-
-    def on_checkpoint(self, path: Path) -> None:
-        pass
-
-    def on_tick(self, scheduler: Scheduler, still_s: float) -> None:
-        pass
-
-    def go(self) -> list[dict[str, Any]]:
-        asyncio.run(asyncio.wait_for(self.scheduler.run(), timeout=30))
-        return [json.loads(line) for line in self.audit.path.read_text().splitlines()]
 
 
 def test_every_step_trains_its_quotas(tmp_path: Path) -> None:

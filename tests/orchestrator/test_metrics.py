@@ -7,7 +7,7 @@ from pathlib import Path
 
 import jsonschema
 import pytest
-from run_folder import STATS, facts, group, records, trajectory
+from run_folder import STATS, facts, group, records, reply, trajectory
 
 from configs.schema import EndpointGraderBackend, EngineConfig, GraderConfig, LearnerConfig, RunConfig
 from infra.spans import Span
@@ -72,6 +72,30 @@ def test_grading_counts_every_group_that_was_asked_about() -> None:
     assert scalars["grading/queue_s_p95"] == pytest.approx(0.9)
     assert scalars["grading/run_s_p50"] == 3.0
     assert scalars["grading/run_s_p95"] == pytest.approx(4.8)
+    # One of three answers came from a second grader; it ran three checks for half a dollar.
+    assert scalars["grading/resubmitted_rate"] == pytest.approx(1 / 3)
+    assert scalars["grading/turns_mean"] == 1.0
+    assert (scalars["grading/prompt_tokens_mean"], scalars["grading/completion_tokens_mean"]) == (1000.0, 80.0)
+    assert scalars["grading/checks_mean"] == 1.0
+    assert scalars["grading/cost_usd"] == 0.5
+    assert scalars["grading/cost_usd_mean"] == pytest.approx(0.5 / 3)
+
+
+def test_a_grader_that_was_lost_has_no_latency_and_no_work() -> None:
+    lost = {**records()[2], "fallback_reason": "worker_lost", "grader": reply(0.0, 90.0, attempt=1, turns=0)}
+    scalars = step_metrics(facts(records=[records()[0], lost])).scalars
+    assert scalars["grading/run_s_p95"] == 3.0, "only what a grader that answered took"
+    assert scalars["grading/turns_mean"] == 1.0
+    assert scalars["grading/resubmitted_rate"] == 0.5
+    assert scalars["grading/fallback_rate/worker_lost"] == 0.5
+
+
+def test_canaries_take_the_graders_time() -> None:
+    busy = [Span(name="canary", start_s=100.0, end_s=103.0), Span(name="grade", start_s=102.0, end_s=104.0)]
+    scalars = step_metrics(facts(spans=busy)).scalars
+    assert scalars["time/grading_s"] == 4.0
+    assert scalars["cost/grader_share"] == 1.0
+    assert scalars["overlap/graded_groups"] == 1.0, "a canary is no group of the run"
 
 
 def test_groups_and_masks_are_counted_over_all_that_ended() -> None:
@@ -126,7 +150,7 @@ def test_a_learner_step_beside_rollouts_is_learning_time() -> None:
 
 
 def test_what_has_no_data_has_no_key() -> None:
-    empty = step_metrics(facts(records=[], spans=[], stats={}, quotas={}, acceptance={}, window=(5.0, 5.0)))
+    empty = step_metrics(facts(records=[], spans=[], stats={}, quotas={}, acceptance={}, grader={}, window=(5.0, 5.0)))
     assert empty.scalars == {}
     assert empty.histograms == {}
 

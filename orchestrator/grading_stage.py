@@ -1,0 +1,138 @@
+"""The graders' side of the scheduler: complete groups in, one grade or one reason for having none out (M1.4, M1.10).
+
+    group -> [queue] -> request, attempt 0 -> [grader pool] -> reply, held against the request (M2.6) -> on_grade
+                              |  the grader died or hung: the same group once more, as attempt 1; then a fallback
+    canary (a stored group whose grade is known) -> through the same slots and the same pool -> canaries.jsonl
+
+A reply belongs to the one call that waits for it, and counts only if group, attempt, trajectories and versions are
+those that this call sent. One that comes late, twice, or for another group moves nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
+from typing import Any
+
+from configs.schema import GraderConfig
+from grader.exchange import GradeReply, GradeRequest, accept, base_state_of, lost_reply
+from infra.pool import ActorLost, ActorPool, ActorTimeout
+from infra.spans import CANARY, GRADE
+from infra.telemetry import Telemetry
+from orchestrator.alarms import Alarm, GraderWatch
+from orchestrator.canaries import Canaries
+from orchestrator.ledger import CompleteGroup
+
+ATTEMPTS = 2
+"""How often a group is handed to a grader: again only if the first one died or hung."""
+
+
+class GradingStage:
+    """Keeps every slot of the grader pool busy with a group of its own, and watches how good the grades are."""
+
+    def __init__(
+        self,
+        *,
+        config: GraderConfig,
+        seed: int,
+        pool: ActorPool,
+        telemetry: Telemetry,
+        canaries: Canaries | None,
+        spawn: Callable[[Coroutine[Any, Any, None]], None],
+        step: Callable[[], int],
+        on_grade: Callable[[CompleteGroup, GradeReply], None],
+        on_alarm: Callable[[Alarm], None],
+        check: Callable[[GradeRequest, GradeReply], GradeReply] = accept,
+    ) -> None:
+        """`seed` decides the candidates' orders (M2.5); `spawn` runs a coroutine beside the others of the run; `step`
+        tells the optimiser steps done; `on_grade` and `on_alarm` are told what comes of it."""
+        slots = pool.occupancy()[1]
+        self._seed = seed
+        self._pool = pool
+        self._telemetry = telemetry
+        self._canaries = canaries
+        self._spawn = spawn
+        self._on_grade = on_grade
+        self._on_alarm = on_alarm
+        self._step = step
+        self._check = check
+        self._deadline_s = config.timeout_s * 1.5 + 10.0
+        """The worker keeps timeout_s itself; this one is for a worker that hangs."""
+        self._queue: asyncio.Queue[CompleteGroup] = asyncio.Queue(maxsize=2 * slots)
+        self._slots = asyncio.Semaphore(slots)
+        self._canaries_at_once = 0 if canaries is None else canaries.at_once(slots)
+        self.watch = GraderWatch(config, canaries.past if canaries else ())
+        self.canaries_graded = 0
+
+    async def put(self, group: CompleteGroup) -> None:
+        """Hand over an eligible group (M1.6); waits while the queue is full."""
+        await self._queue.put(group)
+
+    async def run(self) -> None:
+        """Consumes the queue; starts one grading a free slot, and a canary after it when one is due. Unblocked by a
+        freed slot. Slots are given out in turn, so a canary waits for one no longer than a group would."""
+        while True:
+            group = await self._queue.get()
+            await self._slots.acquire()
+            self._spawn(self._grade(group))
+            del group  # else its payloads stay in the object store until the next one comes
+            if self._canaries is not None and self._canaries.due(self._canaries_at_once):
+                self._spawn(self._grade_canary(self._canaries))
+
+    async def _grade(self, group: CompleteGroup) -> None:
+        """One group, in a slot that was acquired for it."""
+        request = GradeRequest(
+            group_id=group.group_id,
+            task=group.task,
+            base_state=base_state_of(group.task),
+            trajectories=tuple(m.trajectory for m in group.valid),
+            order_seed=self._seed + group.index,
+            submitted_unix_s=time.time() - (time.monotonic() - group.completed_s),  # since then it waits for a grader
+        )
+        with self._telemetry.span(GRADE, group_id=group.group_id):
+            reply = await self._ask(request, [m.transcript for m in group.valid])
+        self._tell(self.watch.group(reply.fallback_reason))
+        self._on_grade(group, reply)
+
+    async def _grade_canary(self, canaries: Canaries) -> None:
+        """One stored group: what comes back says something of the graders, and is nothing to be trained on."""
+        canary = await canaries.take()
+        group = canary.group
+        await self._slots.acquire()
+        request = GradeRequest(
+            group_id=group.group_id,
+            task=group.task,
+            base_state=base_state_of(group.task),
+            trajectories=group.trajectories,
+            order_seed=self._seed + canary.number,
+            submitted_unix_s=time.time(),
+        )
+        with self._telemetry.span(CANARY, group_id=group.group_id):
+            reply = await self._ask(request, group.transcripts)
+        self.canaries_graded += 1
+        self._tell(self.watch.canary(canaries.record(canary, reply, self._step())))
+
+    async def _ask(self, request: GradeRequest, transcripts: Sequence[Any]) -> GradeReply:
+        """A grader's answer, and the slot back. Whatever goes wrong costs a fallback, never more (M1.10)."""
+        from ray.exceptions import RayError
+
+        start_s = time.monotonic()
+        try:
+            while True:
+                try:
+                    reply = await self._pool.call("grade", request, *transcripts, timeout_s=self._deadline_s)
+                    return self._check(request, reply)
+                except (ActorLost, ActorTimeout) as e:
+                    if request.attempt + 1 == ATTEMPTS:
+                        return lost_reply(request, str(e), run_s=time.monotonic() - start_s)
+                    request = replace(request, attempt=request.attempt + 1, submitted_unix_s=time.time())
+                except RayError as e:  # Ray's own: a transcript was lost with its node, so nobody can read the group
+                    return lost_reply(request, f"{type(e).__name__}: {e}", run_s=time.monotonic() - start_s)
+        finally:
+            self._slots.release()
+
+    def _tell(self, changes: list[Alarm]) -> None:
+        for alarm in changes:
+            self._on_alarm(alarm)
