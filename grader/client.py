@@ -1,6 +1,6 @@
 """The grader's model: a vLLM engine pool of our own, or an OpenAI-compatible endpoint, behind one protocol.
 
-A dialogue is multi-turn, so that a model can be told what was wrong with its answer, or be given results it asked for.
+A dialogue only ever grows, so every turn finds the turns before it in the prefix cache.
 """
 
 from __future__ import annotations
@@ -10,13 +10,21 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from configs.schema import EndpointGraderBackend, GraderConfig, VllmGraderBackend
-from grader.endpoint import Endpoint
-from infra.errors import ConfigError, GraderError
+from grader.endpoint import ContextFullError, Endpoint, NativeCall
+from infra.errors import ConfigError
 from rollout.chat import ChatFormat
 from rollout.engine import Engine
+
+if TYPE_CHECKING:
+    from grader.offers import Offer
+
+_CHARS_PER_TOKEN = 3
+"""Of text that an endpoint has not counted yet; rather too many tokens than too few."""
+_MESSAGE_TOKENS = 8
+"""What chat markup adds to a message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,13 +32,24 @@ class Completion:
     """One answer of the model."""
 
     text: str
+    calls: tuple[NativeCall, ...] = ()
+    """Calls that the model made natively; a model without native calling writes them into `text`."""
     complete: bool
     """False if it was cut at its token limit."""
     prompt_tokens: int
     completion_tokens: int
 
 
-class PromptTooLongError(GraderError):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """One thing that the model is told: what a call gave, or a remark of ours."""
+
+    text: str
+    call_id: str | None = None
+    """The native call that it answers; None: a line of the next user message."""
+
+
+class PromptTooLongError(ContextFullError):
     """The prompt and the answer's budget do not fit the model's context."""
 
     def __init__(self, prompt_tokens: int, limit_tokens: int) -> None:
@@ -47,17 +66,26 @@ class PromptTooLongError(GraderError):
 class Dialogue(Protocol):
     """One conversation with the model about one group."""
 
-    async def ask(self, schema: str | None) -> Completion:
-        """Let the model answer; `schema` (JSON) is enforced where the backend can.
+    @property
+    def limit_tokens(self) -> int | None:
+        """The longest prompt that leaves room for an answer; None if nobody knows."""
+        ...
+
+    def length(self, results: Sequence[Result] = ()) -> int:
+        """Tokens of the next prompt if these results were told; an estimate where only the server can count."""
+        ...
+
+    async def ask(self, offer: Offer) -> Completion:
+        """Let the model answer with calls of the offer; the backend enforces them as far as it can.
 
         Raises:
             EngineError: the engine was lost or refused.
-            GraderError: the endpoint gave no usable answer; PromptTooLongError: the context is full.
+            GraderError: the endpoint gave no usable answer; ContextFullError: the conversation does not fit.
         """
         ...
 
-    def tell(self, text: str) -> None:
-        """Append a user message after the model's last answer."""
+    def tell(self, results: Sequence[Result]) -> None:
+        """Continue after the model's last answer. Every native call of that answer is answered, if only as skipped."""
         ...
 
 
@@ -65,6 +93,8 @@ class GraderModel(Protocol):
     """A model that grades."""
 
     name: str
+    native: bool
+    """Whether it calls tools natively; if not, it writes its calls as JSON."""
 
     def open(self, *, system: str | None, user: str, request_id: str) -> Dialogue:
         """Start a dialogue. `request_id` is unique; the part before its first "/" is the group.
@@ -81,6 +111,8 @@ class GraderModel(Protocol):
 
 class EngineModel:
     """Tokens in, tokens out on an engine pool; the JSON schema is enforced by vLLM's structured outputs."""
+
+    native = False
 
     def __init__(
         self, engine: Engine, chat: ChatFormat, config: GraderConfig, *, name: str, max_model_len: int
@@ -105,7 +137,7 @@ class EngineModel:
 
 
 class EngineDialogue:
-    """The token list only ever grows, so each turn reuses the prefix cache."""
+    """Calls are written as a JSON object; what they gave is told as one user message."""
 
     def __init__(self, model: EngineModel, ids: Sequence[int], request_id: str) -> None:
         self._model = model
@@ -115,11 +147,20 @@ class EngineDialogue:
         self._ended = False
         self._check()
 
-    def _check(self) -> None:
-        if len(self._ids) > self._model.limit_tokens:
-            raise PromptTooLongError(len(self._ids), self._model.limit_tokens)
+    @property
+    def limit_tokens(self) -> int:
+        """See `Dialogue.limit_tokens`."""
+        return self._model.limit_tokens
 
-    async def ask(self, schema: str | None) -> Completion:
+    def _check(self) -> None:
+        if len(self._ids) > self.limit_tokens:
+            raise PromptTooLongError(len(self._ids), self.limit_tokens)
+
+    def length(self, results: Sequence[Result] = ()) -> int:
+        """See `Dialogue.length`."""
+        return len(self._ids) + (len(self._extension(results)) if results else 0)
+
+    async def ask(self, offer: Offer) -> Completion:
         """See `Dialogue.ask`."""
         self._check()
         model, prompt = self._model, tuple(self._ids)
@@ -129,7 +170,7 @@ class EngineDialogue:
             max_tokens=model.max_tokens,
             temperature=model.temperature,
             stop_ids=model.chat.stop_ids,
-            json_schema=schema,
+            json_schema=offer.schema,
         )
         self._turn += 1
         self._ids += generation.token_ids
@@ -141,9 +182,12 @@ class EngineDialogue:
             completion_tokens=len(generation.token_ids),
         )
 
-    def tell(self, text: str) -> None:
+    def tell(self, results: Sequence[Result]) -> None:
         """See `Dialogue.tell`."""
-        self._ids += self._model.chat.extend(text, ended=self._ended)
+        self._ids += self._extension(results)
+
+    def _extension(self, results: Sequence[Result]) -> list[int]:
+        return self._model.chat.extend("\n".join(result.text for result in results), ended=self._ended)
 
 
 class EndpointModel:
@@ -152,6 +196,7 @@ class EndpointModel:
     def __init__(self, backend: EndpointGraderBackend, config: GraderConfig, *, api_key: str | None) -> None:
         self.name = backend.model
         self.structured = backend.structured
+        self.native = backend.tool_calling
         self.max_tokens = config.max_tokens
         self.temperature = config.temperature
         self.endpoint = Endpoint(
@@ -168,44 +213,98 @@ class EndpointModel:
 
 
 class EndpointDialogue:
-    """Messages, as chat completions want them."""
+    """Messages, as chat completions want them. An offer without tools asks for JSON whatever the model can call."""
 
     def __init__(self, model: EndpointModel, system: str | None, user: str) -> None:
         self._model = model
-        self._messages = [{"role": "system", "content": system}] if system is not None else []
+        self._messages: list[dict[str, Any]] = []
+        if system is not None:
+            self._messages.append({"role": "system", "content": system})
         self._messages.append({"role": "user", "content": user})
+        self._length = _estimate(*self._messages)
+        self._unanswered: list[str] = []
 
-    async def ask(self, schema: str | None) -> Completion:
+    @property
+    def limit_tokens(self) -> None:
+        """See `Dialogue.limit_tokens`: no endpoint says how long a conversation its model reads."""
+        return None
+
+    def length(self, results: Sequence[Result] = ()) -> int:
+        """See `Dialogue.length`."""
+        return self._length + _estimate(*self._messages_of(results))
+
+    async def ask(self, offer: Offer) -> Completion:
         """See `Dialogue.ask`."""
         model = self._model
+        native = bool(offer.tools) and model.native
         answer = await model.endpoint.complete(
             self._messages,
             max_tokens=model.max_tokens,
             temperature=model.temperature,
-            response_format=_response_format(model.structured, schema),
+            response_format=None if native else _response_format(model.structured, offer.schema),
+            tools=offer.tools if native else (),
+            tool_choice=_tool_choice(offer) if native else None,
         )
-        self._messages.append({"role": "assistant", "content": answer.text})
+        message: dict[str, Any] = {"role": "assistant", "content": answer.text}
+        if answer.calls:
+            message = {"role": "assistant", "content": answer.text or None, "tool_calls": [*map(_echo, answer.calls)]}
+        self._messages.append(message)
+        self._unanswered = [call.call_id for call in answer.calls]
+        counted = answer.prompt_tokens + answer.completion_tokens
+        self._length = counted or self._length + _estimate(message)
         return Completion(
             text=answer.text,
+            calls=answer.calls,
             complete=answer.finish_reason != "length",
             prompt_tokens=answer.prompt_tokens,
             completion_tokens=answer.completion_tokens,
         )
 
-    def tell(self, text: str) -> None:
+    def tell(self, results: Sequence[Result]) -> None:
         """See `Dialogue.tell`."""
-        self._messages.append({"role": "user", "content": text})
+        messages = self._messages_of(results)
+        self._length += _estimate(*messages)
+        self._messages += messages
+        self._unanswered = []
+
+    def _messages_of(self, results: Sequence[Result]) -> list[dict[str, Any]]:
+        """One tool message a native call, in the calls' order, then one user message of everything else."""
+        texts = {result.call_id: result.text for result in results if result.call_id is not None}
+        messages: list[dict[str, Any]] = [
+            {"role": "tool", "tool_call_id": call_id, "content": texts.get(call_id, "error: not carried out")}
+            for call_id in self._unanswered
+        ]
+        remarks = [result.text for result in results if result.call_id is None]
+        return [*messages, {"role": "user", "content": "\n".join(remarks)}] if remarks else messages
 
 
-def _response_format(structured: str, schema: str | None) -> dict[str, Any] | None:
-    if schema is None or structured == "none":
+def _echo(call: NativeCall) -> dict[str, Any]:
+    """A call as the next request repeats it. Servers refuse arguments that are no JSON object, so these become {}."""
+    try:
+        arguments = call.arguments if isinstance(json.loads(call.arguments), dict) else "{}"
+    except (ValueError, RecursionError):
+        arguments = "{}"
+    return {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+
+
+def _estimate(*messages: dict[str, Any]) -> int:
+    """Tokens of messages that nobody counted."""
+    chars = sum(len(m["content"] or "") + len(json.dumps(m.get("tool_calls", ""))) for m in messages)
+    return chars // _CHARS_PER_TOKEN + _MESSAGE_TOKENS * len(messages)
+
+
+def _tool_choice(offer: Offer) -> str | dict[str, Any]:
+    """Every message must call; where only one call is left, that one."""
+    names = [tool["function"]["name"] for tool in offer.tools]
+    return {"type": "function", "function": {"name": names[0]}} if len(names) == 1 else "required"
+
+
+def _response_format(structured: str, schema: str) -> dict[str, Any] | None:
+    if structured == "none":
         return None
     if structured == "json_object":
         return {"type": "json_object"}
-    return {
-        "type": "json_schema",
-        "json_schema": {"name": "verdict", "strict": True, "schema": json.loads(schema)},
-    }
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": json.loads(schema)}}
 
 
 def make_model(config: GraderConfig, engine: Engine | None) -> GraderModel:
@@ -224,18 +323,23 @@ def make_model(config: GraderConfig, engine: Engine | None) -> GraderModel:
 
 
 class ScriptedModel:
-    """A model for tests: answers come from a function of (prompt so far, number of the question)."""
+    """A model for tests: answers come from a function of (what it was told so far, number of the question)."""
 
-    def __init__(self, respond: Callable[[str, int], str | Completion], *, delay_s: float = 0.0) -> None:
+    def __init__(
+        self, respond: Callable[[str, int], str | Completion], *, delay_s: float = 0.0, native: bool = False
+    ) -> None:
         self.name = "scripted"
+        self.native = native
         self.respond = respond
         self.delay_s = delay_s
-        self.schemas: list[str | None] = []
+        self.dialogues: list[ScriptedDialogue] = []
+        """Every dialogue, in the order in which they were opened."""
         self.closed = False
 
     def open(self, *, system: str | None, user: str, request_id: str) -> ScriptedDialogue:
         """See `GraderModel.open`."""
-        return ScriptedDialogue(self, f"{system or ''}{user}")
+        self.dialogues.append(ScriptedDialogue(self, system, user, request_id))
+        return self.dialogues[-1]
 
     async def close(self) -> None:
         """Remember that it was closed."""
@@ -245,21 +349,39 @@ class ScriptedModel:
 class ScriptedDialogue:
     """Counts one token a character."""
 
-    def __init__(self, model: ScriptedModel, text: str) -> None:
+    limit_tokens: int | None = None
+
+    def __init__(self, model: ScriptedModel, system: str | None, user: str, request_id: str) -> None:
         self._model = model
-        self._text = text
-        self._asked = 0
+        self.request_id = request_id
+        self.messages = [("system", system)] if system is not None else []
+        """(role, text) of the conversation so far; roles are system, user, assistant and tool."""
+        self.messages.append(("user", user))
+        self.offers: list[Offer] = []
+        """What could be answered, question by question."""
 
-    async def ask(self, schema: str | None) -> Completion:
+    def length(self, results: Sequence[Result] = ()) -> int:
+        """See `Dialogue.length`."""
+        return sum(len(text) for _, text in [*self.messages, *_roles(results)])
+
+    async def ask(self, offer: Offer) -> Completion:
         """See `Dialogue.ask`; whatever the function raises is raised here."""
-        self._model.schemas.append(schema)
+        told = "\n".join(text for role, text in self.messages if role != "assistant")
+        self.offers.append(offer)
         await asyncio.sleep(self._model.delay_s)
-        answer = self._model.respond(self._text, self._asked)
-        self._asked += 1
-        if isinstance(answer, Completion):
-            return answer
-        return Completion(text=answer, complete=True, prompt_tokens=len(self._text), completion_tokens=len(answer))
+        answer = self._model.respond(told, len(self.offers) - 1)
+        if isinstance(answer, str):
+            length = self.length()
+            answer = Completion(text=answer, complete=True, prompt_tokens=length, completion_tokens=len(answer))
+        self.messages.append(("assistant", answer.text))
+        return answer
 
-    def tell(self, text: str) -> None:
+    def tell(self, results: Sequence[Result]) -> None:
         """See `Dialogue.tell`."""
-        self._text += text
+        self.messages += _roles(results)
+
+
+def _roles(results: Sequence[Result]) -> list[tuple[str, str]]:
+    remarks = "\n".join(result.text for result in results if result.call_id is None)
+    tools = [("tool", result.text) for result in results if result.call_id is not None]
+    return [*tools, ("user", remarks)] if remarks else tools

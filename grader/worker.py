@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from configs.schema import GraderConfig, RubricConfig
-from grader.candidates import CandidateGroup, MismatchError, label_group
-from grader.client import Completion, Dialogue, GraderModel, PromptTooLongError, make_model
+from configs.schema import EndpointGraderBackend, GraderConfig, RubricConfig, SandboxConfig
+from envs.sandbox import SandboxProvider, make_provider
+from grader.candidates import MismatchError, label_group
+from grader.client import GraderModel, make_model
+from grader.endpoint import ContextFullError
 from grader.exchange import Grader, GradeReply, GradeRequest, base_state_of
-from grader.prompt import GraderPrompt, build_prompt
-from grader.verdict import FallbackReason, Grade, InvalidVerdict, parse_verdict, validate
-from infra.errors import EngineError, GraderError
+from grader.grading import Graded, Grading, Tally, without_hacks
+from grader.verdict import FallbackReason, Grade, InvalidVerdict
+from infra.errors import EngineError, GagarError, GraderError
 from rollout.engine import Engine
 from rollout.trajectory import Transcript
 
@@ -22,8 +26,8 @@ __all__ = ["GradeReply", "GradeRequest", "Grader", "GraderWorker"]
 
 _log = logging.getLogger(__name__)
 
-_MIN_PROMPT_CHARS = 400
-"""A prompt that must shrink below this to fit the model's context is given up."""
+_AGENT_SHARE = 0.75
+"""Of the time of one group; what is left is for the last answer."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -32,17 +36,11 @@ class _Run:
 
     queue_s: float
     started_s: float
-    turns: int = 0
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    verdict: str | None = None
+    tally: Tally = field(default_factory=Tally)
+    confirming: Tally = field(default_factory=Tally)
+    """Of the second pass."""
     labels: dict[str, str] = field(default_factory=dict)
-
-    def count(self, completion: Completion) -> None:
-        self.turns += 1
-        self.prompt_tokens += completion.prompt_tokens
-        self.completion_tokens += completion.completion_tokens
-        self.verdict = completion.text.encode("utf-8", "replace").decode("utf-8")  # it is written to a file as it is
+    detail: str = ""
 
 
 class GraderWorker:
@@ -54,16 +52,25 @@ class GraderWorker:
         rubric: RubricConfig,
         *,
         engine: Engine | None = None,
+        sandbox: SandboxConfig | None = None,
         model: GraderModel | None = None,
+        provider: SandboxProvider | None = None,
     ) -> None:
-        """`engine` serves the vllm backend; `model` replaces what the configuration names.
+        """`engine` serves the vllm backend; `sandbox` is the rollouts', for checks where `grader.sandbox` is null.
+
+        `model` and `provider` replace what the configuration names. Without any sandbox no checks are offered.
 
         Raises:
             ConfigError: the backend cannot be set up.
+            SandboxError: this host lacks what the sandbox needs.
         """
         self.config = config
         self.rubric = rubric
         self.model = model or make_model(config, engine)
+        self._provider: SandboxProvider | None = None
+        kind = config.sandbox or sandbox
+        if config.checks.enabled and config.mode == "agent":
+            self._provider = provider or (make_provider(kind) if kind is not None else None)
         self._slots = asyncio.Semaphore(config.groups_per_worker)
 
     async def grade(self, request: GradeRequest, *transcripts: Transcript) -> GradeReply:
@@ -77,53 +84,85 @@ class GraderWorker:
                     grade = await self._grade(request, transcripts, run)
             except Exception as error:  # the one broad catch of this actor: no fault may cost more than a fallback
                 return self._reply(request, run, None, *_reason(error, self.config.timeout_s))
-            return self._reply(request, run, grade, None, "")
+            return self._reply(request, run, grade, None, run.detail)
 
     async def close(self) -> None:
-        """Close the model's connections."""
+        """Close the model's connections, and what the sandboxes' provider keeps."""
         await self.model.close()
+        if self._provider is not None:
+            await self._provider.close()
 
     async def _grade(self, request: GradeRequest, transcripts: tuple[Transcript, ...], run: _Run) -> Grade:
         if request.base_state != base_state_of(request.task):
             raise MismatchError("the task's files are not the repository state the request names")
+        graded = await self._pass(request, transcripts, run, request.order_seed, run.tally)
+        if graded.grade.hacks and self.config.second_pass:
+            graded = await self._confirm(request, transcripts, run, graded)
+        return graded.grade
+
+    async def _pass(
+        self, request: GradeRequest, transcripts: Sequence[Transcript], run: _Run, order_seed: int, tally: Tally
+    ) -> Graded:
+        """One independent grading."""
         group = label_group(
             group_id=request.group_id,
             task=request.task,
             trajectories=request.trajectories,
             transcripts=transcripts,
-            order_seed=request.order_seed,
+            order_seed=order_seed,
         )
-        run.labels = {c.label: c.trajectory.trajectory_id for c in group.candidates}
-        # The engine wants unique ids, and one group can be asked for again while a lost worker's request still runs.
-        dialogue, prompt = self._open(group, f"{request.group_id}/grade{request.attempt}-{uuid.uuid4().hex[:12]}")
-        for round_left in range(self.config.repair_rounds, -1, -1):
-            completion = await dialogue.ask(prompt.schema)
-            run.count(completion)
-            try:
-                return validate(parse_verdict(completion.text, complete=completion.complete), group, self.rubric)
-            except InvalidVerdict as invalid:
-                if not round_left:
-                    raise
-                dialogue.tell(
-                    f"That verdict is not valid ({invalid}). Answer again with the whole corrected JSON object."
-                )
-        raise AssertionError("unreachable: the last round returns or raises")
+        if tally is run.tally:
+            run.labels = {c.label: c.trajectory.trajectory_id for c in group.candidates}
+        left_s = self.config.timeout_s - (time.monotonic() - run.started_s)
+        grading = Grading(
+            self.model,
+            self.config,
+            self.rubric,
+            # The engine wants unique ids, and a group can be asked for again while a lost worker's request still runs.
+            request_id=f"{request.group_id}/grade{request.attempt}-{uuid.uuid4().hex[:12]}",
+            seconds=min(self.config.budget.seconds or left_s, left_s * _AGENT_SHARE),
+            tally=tally,
+            provider=self._provider,
+        )
+        return await grading.grade(group)
 
-    def _open(self, group: CandidateGroup, request_id: str) -> tuple[Dialogue, GraderPrompt]:
-        """Start the dialogue; material that does not fit the model's context is cut further, evenly."""
-        chars = self.config.prompt_chars
-        while True:
-            prompt = build_prompt(group, style=self.config.style, prompt_chars=chars)
-            try:
-                return self.model.open(system=prompt.system, user=prompt.user, request_id=request_id), prompt
-            except PromptTooLongError as error:
-                chars = int(min(chars, len(prompt.user)) * min(0.9, error.limit_tokens / error.prompt_tokens))
-                if chars < _MIN_PROMPT_CHARS:
-                    raise
+    async def _confirm(
+        self, request: GradeRequest, transcripts: Sequence[Transcript], run: _Run, first: Graded
+    ) -> Graded:
+        """A hack counts only if a second grading, which knows nothing of the first, finds one there too (M1.5).
+
+        A second grading that fails, or runs out of time, confirms nothing; the first one's grade stands.
+        """
+        another_seed = random.Random(request.order_seed).getrandbits(31)
+        left_s = self.config.timeout_s - (time.monotonic() - run.started_s)
+        confirmed: set[str] = set()
+        why = ""
+        try:
+            async with asyncio.timeout(0.95 * left_s):
+                second = await self._pass(request, transcripts, run, another_seed, run.confirming)
+            confirmed = set(second.grade.hacks)
+        except (InvalidVerdict, GagarError, TimeoutError) as error:
+            why = f" ({_reason(error, self.config.timeout_s)[0].value})"
+        dropped = set(first.grade.hacks) - confirmed
+        if not dropped:
+            return first
+        run.detail = f"the second pass did not confirm a hack{why}: {', '.join(sorted(dropped))}"
+        return without_hacks(first, dropped, self.rubric)
+
+    def _cost_usd(self, prompt_tokens: int, completion_tokens: int) -> float:
+        backend = self.config.backend
+        if not isinstance(backend, EndpointGraderBackend):
+            return 0.0
+        prices = backend.prices
+        total = prompt_tokens * prices.prompt_usd_per_mtok + completion_tokens * prices.completion_usd_per_mtok
+        return total / 1e6
 
     def _reply(
         self, request: GradeRequest, run: _Run, grade: Grade | None, reason: FallbackReason | None, detail: str
     ) -> GradeReply:
+        tallies = (run.tally, run.confirming)
+        prompt_tokens = sum(tally.prompt_tokens for tally in tallies)
+        completion_tokens = sum(tally.completion_tokens for tally in tallies)
         return GradeReply(
             group_id=request.group_id,
             attempt=request.attempt,
@@ -136,11 +175,13 @@ class GraderWorker:
             model=self.model.name,
             queue_s=run.queue_s,
             run_s=time.monotonic() - run.started_s,
-            turns=run.turns,
-            prompt_tokens=run.prompt_tokens,
-            completion_tokens=run.completion_tokens,
-            verdict=run.verdict,
+            turns=sum(tally.turns for tally in tallies),
+            prompt_tokens=prompt_tokens,
+            completion_tokens=completion_tokens,
+            verdict=run.tally.said,
             labels=run.labels,
+            checks=tuple(run.tally.checks),
+            cost_usd=self._cost_usd(prompt_tokens, completion_tokens),
         )
 
 
@@ -153,7 +194,7 @@ def _reason(error: Exception, timeout_s: float) -> tuple[FallbackReason, str]:
             return FallbackReason.TIMEOUT, f"no valid verdict within {timeout_s:g} s"
         case MismatchError():
             return FallbackReason.MISMATCH, str(error)
-        case PromptTooLongError():
+        case ContextFullError():
             return FallbackReason.PROMPT_TOO_LONG, str(error)
         case EngineError():
             return FallbackReason.ENGINE_ERROR, str(error)
