@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from configs.errors import ConfigError, GagarError
+from orchestrator import cli_grading
 
 if TYPE_CHECKING:
     from configs.schema import RunConfig
@@ -148,6 +149,9 @@ def doctor(
     failed = sum(finding.level is Level.FAIL for finding in findings)
     if failed:
         raise GagarError(f"{failed} of {len(findings)} checks failed; see the arrows above")
+
+
+cli_grading.register(app)
 
 
 @config_app.command(epilog="Example: gagar config check configs/learn.yaml steps=40")
