@@ -110,7 +110,8 @@ def credit(
     passed = [bool(t.passed) and t.trajectory_id not in hacks for t in valid]
     rewards: Sequence[float] = [0.0 if t.trajectory_id in hacks else float(t.reward or 0.0) for t in valid]
     skip = _mixed(passed)
-    mode = algorithm.mode if grade else AdvantageMode.OUTCOME
+    # A hack can empty the passing side: nothing is redistributed then, and equal rewards have no advantage.
+    mode = algorithm.mode if grade and skip is None else AdvantageMode.OUTCOME
     if skip is None and algorithm.length_penalty is not None:
         rewards = length_penalty(
             rewards,
@@ -120,9 +121,8 @@ def credit(
             output_tokens=[t.response_tokens for t in valid],
             config=algorithm.length_penalty,
         )
-    # A hack can empty the passing side: the rewards are then all equal, so the outcome advantages are all zero.
     factors = [mark.factor if mark else None for mark in marks]
-    result = advantages(mode if skip is None else AdvantageMode.OUTCOME, rewards, passed, factors, algorithm.lambda_max)
+    result = advantages(mode, rewards, passed, factors, algorithm.lambda_max)
     rows = {}
     for i, (t, mark) in enumerate(zip(valid, marks, strict=True)):
         rows[t.trajectory_id] = Row(
