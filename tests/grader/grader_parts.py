@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from typing import Any
 
-from configs.schema import GraderConfig
+from configs.schema import GraderConfig, RubricConfig
 from envs.task import HiddenTests, Split, Task, TaskKind
-from grader.candidates import CandidateGroup, label_group
+from grader.candidates import Candidate, CandidateGroup, label_group
 from grader.exchange import GradeRequest, base_state_of
+from grader.scripted import judge_by_size
+from grader.verdict import compose_verdict
 from rollout.trajectory import Status, Trajectory, Transcript, Turn
 
 CORE = "def total(items):\n    result = 0\n    for item in items:\n        result -= item\n    return result\n"
@@ -140,3 +144,32 @@ def grader_config(**changes: Any) -> GraderConfig:
     return GraderConfig.model_validate(
         {"backend": {"type": "vllm", "engine": {"model": "unused"}}, "timeout_s": 5.0, **changes}
     )
+
+
+# --- what a model says ------------------------------------------------------------------------------------------------
+
+
+def call(tool: str, **arguments: Any) -> dict[str, Any]:
+    return {"tool": tool, **arguments}
+
+
+def say(*calls: dict[str, Any]) -> str:
+    """An action message."""
+    return json.dumps({"calls": list(calls)}, separators=(",", ":"))
+
+
+def judge(candidate: Candidate) -> dict[str, Any]:
+    """The judgement that `ScriptedGrader` would file, as a call."""
+    return call("judge", candidate=candidate.label, **judge_by_size(candidate).model_dump(mode="json"))
+
+
+def ranking_of(group: CandidateGroup) -> list[list[str]]:
+    return compose_verdict({c.label: judge_by_size(c) for c in group.passing}, RubricConfig()).ranking
+
+
+def work(group: CandidateGroup, *, hacks: Sequence[dict[str, Any]] = ()) -> list[str]:
+    """The messages of a model that does its work: reads and judges one candidate after the other, then ranks (M2.2)."""
+    messages = []
+    for candidate in group.passing:
+        messages += [say(call("read", path=f"{candidate.label}/patch")), say(judge(candidate))]
+    return [*messages, say(call("verdict", ranking=ranking_of(group), hacks=list(hacks)))]
