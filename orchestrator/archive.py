@@ -6,14 +6,14 @@ The driver's loop only hands groups over; fetching transcripts from the object s
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from envs.task import Task
-from grader.stored import StoredGroup, write_archive
+from grader.stored import StoredGroup, archive_path, read_archive, write_archive
 from orchestrator.ledger import CompleteGroup
 from rollout.trajectory import Trajectory, Transcript
 
@@ -29,6 +29,20 @@ def fetch_from_ray(references: Sequence[Any]) -> Sequence[Transcript]:
 
     values: list[Transcript] = ray.get(list(references), timeout=FETCH_TIMEOUT_S)
     return values
+
+
+def read_archived(folder: Path, record: Mapping[str, Any]) -> StoredGroup | None:
+    """The archive's entry for one line of groups.jsonl; None if there is none, or it is of an earlier sampling.
+
+    Raises:
+        StorageError: it is damaged.
+    """
+    path = archive_path(folder, str(record["group_id"]))
+    if not path.is_file():
+        return None
+    group = read_archive(path)
+    ids = {t["id"] for t in record["trajectories"] if t["valid"]}
+    return group if {t.trajectory_id for t in group.trajectories} == ids else None
 
 
 class GroupArchive:
