@@ -85,16 +85,30 @@ class PolicyData(Section):
     """As rollout.limits.observation_chars of the runs that start from this checkpoint."""
 
 
+class GraderShares(Section):
+    """Relative shares of the ways to grade."""
+
+    agent: PositiveFloat = 4.0
+    """The whole group with tools: grader.mode agent, grader.scope group."""
+    candidate: NonNegativeFloat = 1.0
+    """One candidate by itself with tools: grader.scope candidate."""
+    single: NonNegativeFloat = 1.0
+    """The patches in one prompt, without tools: grader.mode single."""
+
+
 class GraderData(Section):
-    """Groups of experts' solutions rendered as the grader sees them, with the verdict known by construction."""
+    """Gradings of groups of experts' solutions, whose quality is known by construction, through the grader's tools."""
 
     type: Literal["grader"]
     source: Literal["minirepo"] = "minirepo"
     seed: int = 0
     group_sizes: tuple[Annotated[int, Field(ge=2)], Annotated[int, Field(ge=2)]] = (4, 8)
     """Smallest and largest group."""
+    shares: GraderShares = GraderShares()
     prompt_chars: PositiveInt = 6000
     """As grader.prompt_chars of the runs that use this checkpoint."""
+    tool_output_chars: PositiveInt = 4000
+    """As grader.tool_output_chars of those runs."""
 
     @model_validator(mode="after")
     def _sizes(self) -> GraderData:
@@ -127,6 +141,8 @@ class SftTraining(Section):
     """Arithmetic of forward and backward passes; weights and optimiser are fp32 either way."""
     threads: PositiveInt = 2
     """Torch threads."""
+    worker: bool = True
+    """Whether a process of its own writes the examples while the model trains; the result is the same."""
     seed: int = 0
     """Seed of the weights and of the order of the examples."""
 
@@ -145,9 +161,7 @@ class SftEval(Section):
     """Closing figures on the held-out split."""
 
     examples: NonNegativeInt = 64
-    """Policy: examples for the loss. Grader: groups that are graded for validity, tier agreement and tau-b."""
-    max_new_tokens: PositiveInt = 400
-    """Grader only: tokens of one verdict."""
+    """Examples for the loss; for a grader also groups to be graded for validity, tier agreement and tau-b."""
 
 
 class SftRecipe(Section):

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import yaml
 
@@ -24,9 +24,6 @@ from learner.sft_grader import GraderExamples
 from learner.sft_train import Example, TrainFigures, mean_nll, new_model, train
 from learner.tokenizer_training import save_tokenizer, train_tokenizer
 from rollout.chat import ChatFormat
-
-if TYPE_CHECKING:
-    from transformers import LlamaForCausalLM
 
 Figures = Mapping[str, str]
 """Name -> value with its unit, as printed and as written into the model card."""
@@ -43,8 +40,8 @@ class Examples(Protocol):
         """Endless examples of at most `max_tokens` tokens."""
         ...
 
-    def figures(self, model: LlamaForCausalLM, chat: ChatFormat, recipe: SftRecipe, pad_id: int) -> Figures:
-        """What only this kind of data can measure, on the held-out split."""
+    def figures(self, folder: Path, recipe: SftRecipe) -> Figures:
+        """What only this kind of data can measure with the checkpoint in `folder`, on the held-out split."""
         ...
 
 
@@ -116,7 +113,7 @@ def _build(recipe: SftRecipe, data: Examples, folder: Path, *, card_name: str, o
         held = data.examples(chat, max_tokens=shape.max_positions, split=Split.HELDOUT)
         few = [next(held) for _ in range(recipe.eval.examples)]
         measured["held-out loss"] = f"{mean_nll(model, few, pad_id):.4f} nats a token, {len(few)} examples"
-        measured |= data.figures(model, chat, recipe, pad_id)
+        measured |= data.figures(folder, recipe)
     for name, value in measured.items():
         _say(f"{name}: {value}")
     (folder / "README.md").write_text(model_card(recipe, measured, card_name, overrides), encoding="utf-8")

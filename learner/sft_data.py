@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 from pydantic import TypeAdapter
@@ -21,9 +21,6 @@ from envs.task import ExpertSource, ExpertTrace, Split
 from infra.errors import ConfigError
 from learner.sft_train import Example
 from rollout.chat import ChatFormat, render_observation
-
-if TYPE_CHECKING:
-    from transformers import LlamaForCausalLM
 
 KNOWN_AFTER = 60
 """Tasks of a source that must offer every strategy of its mix at least once."""
@@ -82,7 +79,7 @@ class PolicyExamples:
                 yield example
             index += 1
 
-    def figures(self, model: LlamaForCausalLM, chat: ChatFormat, recipe: SftRecipe, pad_id: int) -> Mapping[str, str]:
+    def figures(self, folder: Path, recipe: SftRecipe) -> Mapping[str, str]:
         """None: the pass rate needs sandboxes, which `gagar eval` has."""
         return {}
 

@@ -75,6 +75,18 @@ def new_model(shape: SftModel, *, vocab_size: int, pad_id: int, end_id: int, see
     return model
 
 
+def beside(examples: Iterator[Example]) -> Iterator[Example]:
+    """The same examples in the same order, written by a process of its own while the model trains."""
+    from torch.utils.data import DataLoader, IterableDataset
+
+    class Stream(IterableDataset[Example]):
+        def __iter__(self) -> Iterator[Example]:
+            return examples
+
+    loader = DataLoader(Stream(), batch_size=None, num_workers=1, prefetch_factor=256)
+    return iter(loader)
+
+
 def learning_rate(done: float, training: SftTraining) -> float:
     """WSD at share `done` in [0, 1] of the tokens: linear rise, constant, linear decay to 0."""
     if done < training.warmup_share:
@@ -169,10 +181,11 @@ def train(
         parameter_groups(model, training.weight_decay), lr=training.lr, betas=training.betas, fused=True
     )
     model.train()
+    stream = beside(examples) if training.worker else examples
     tokens = response = steps = 0
     losses: list[float] = []
     started = logged = time.monotonic()
-    for batch in batches(examples, batch_tokens=training.batch_tokens, seed=training.seed):
+    for batch in batches(stream, batch_tokens=training.batch_tokens, seed=training.seed):
         done = tokens / training.tokens
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(done, training)
