@@ -214,12 +214,14 @@ class Run:
         grade_delay_s: float = 0.0,
         grade_slots: int = 2,
         pool: type[ScriptedPool] = ScriptedPool,
+        grader_pool: type[ScriptedPool] = ScriptedPool,
         learner: ScriptedLearner | None = None,
+        scheduler: type[Scheduler] = Scheduler,
     ) -> None:
         """With `grader.canaries` in the configuration, as build.py makes them."""
         self.config = config
         self.rollout = pool(rollout, slots=8, delay_s=rollout_delay_s)
-        self.grader = ScriptedPool(grade, slots=grade_slots, delay_s=grade_delay_s)
+        self.grader = grader_pool(grade, slots=grade_slots, delay_s=grade_delay_s)
         self.learner = learner or ScriptedLearner()
         self.telemetry = ScriptedTelemetry()
         self.ledger = Ledger()
@@ -239,7 +241,7 @@ class Run:
             canaries=make_canaries(config, run_dir),
         )
         self.mixer = Mixer(config.sources, alpha=config.scheduler.alpha)
-        self.scheduler = Scheduler(
+        self.scheduler = scheduler(
             config=config,
             parts=parts,
             ledger=self.ledger,
