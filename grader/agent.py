@@ -123,11 +123,11 @@ async def _step(
     on_completion(completion)
     try:
         calls = _calls_of(completion)
-    except InvalidVerdict as fault:
-        told = _error(desk, str(fault))
-        return [Result(text=told, call_id=c.call_id) for c in completion.calls] or [Result(text=told)], fault
+    except InvalidVerdict as error:
+        told = _error(desk, str(error))
+        return [Result(text=told, call_id=c.call_id) for c in completion.calls] or [Result(text=told)], error
     results: list[Result] = []
-    fault = None
+    fault: InvalidVerdict | None = None
     for call in calls[:MAX_CALLS]:
         if isinstance(call, _BadCall):
             fault = call.fault
@@ -179,8 +179,8 @@ def _calls_of(completion: Completion) -> list[Call | _BadCall]:
 def _native(call: NativeCall) -> Call | _BadCall:
     try:
         arguments = parse_json(call.arguments or "{}")
-    except InvalidVerdict as fault:
-        return _BadCall(call_id=call.call_id, fault=fault)
+    except InvalidVerdict as error:
+        return _BadCall(call_id=call.call_id, fault=error)
     if not isinstance(arguments, dict):
         fault = InvalidVerdict(FallbackReason.SCHEMA, "the arguments are no JSON object")
         return _BadCall(call_id=call.call_id, fault=fault)

@@ -18,6 +18,7 @@ from grader.agent import AgentBudget, answer_again, run_agent
 from grader.candidates import Candidate, CandidateGroup
 from grader.checks import Checker
 from grader.client import Completion, Dialogue, GraderModel, PromptTooLongError, Result
+from grader.endpoint import ContextFullError
 from grader.evidence import CheckResult
 from grader.offers import Offer
 from grader.prompt import Opening, build_prompt, opening
@@ -165,11 +166,14 @@ class Grading:
         dialogue = self._open(render, request_id)
         try:
             return graded(await run_agent(dialogue, desk, budget, self.tally.count))
-        except InvalidVerdict as invalid:
+        except InvalidVerdict as error:
             if not config.repair_rounds:
                 raise
-            problem = f"that is not valid ({invalid})"
-        return graded(await answer_again(dialogue, desk, problem, self.tally.count))
+            invalid = error
+        try:
+            return graded(await answer_again(dialogue, desk, f"that is not valid ({invalid})", self.tally.count))
+        except ContextFullError:  # no room to ask again
+            raise invalid from None
 
     async def _single(self, group: CandidateGroup, request_id: str) -> Graded:
         """One prompt, the whole verdict as the answer."""
@@ -183,19 +187,26 @@ class Grading:
 
         dialogue = self._open(render, request_id)
         assert offer is not None
-        for rounds in range(self.config.repair_rounds, -1, -1):
+
+        async def answer() -> Graded:
             completion = await dialogue.ask(offer)
             self.tally.count(completion)
-            try:
-                verdict = parse_verdict(completion.text, complete=completion.complete)
-                grade = validate(verdict, group, self.rubric)
-                return Graded(group=group, verdict=verdict, grade=grade, checks=())
-            except InvalidVerdict as invalid:
-                if not rounds:
-                    raise
-                again = f"That verdict is not valid ({invalid}). Answer again with the whole corrected JSON object."
-                dialogue.tell([Result(text=again)])
-        raise AssertionError("unreachable: the last round returns or raises")
+            verdict = parse_verdict(completion.text, complete=completion.complete)
+            grade = validate(verdict, group, self.rubric)
+            return Graded(group=group, verdict=verdict, grade=grade, checks=())
+
+        try:
+            return await answer()
+        except InvalidVerdict as error:
+            if not self.config.repair_rounds:
+                raise
+            invalid = error
+        again = f"That verdict is not valid ({invalid}). Answer again with the whole corrected JSON object."
+        dialogue.tell([Result(text=again)])
+        try:
+            return await answer()
+        except ContextFullError:  # no room to ask again
+            raise invalid from None
 
     def _open(self, render: Callable[[int], Opening], request_id: str) -> Dialogue:
         """Start the dialogue; material that does not fit the model's context is cut further, evenly."""

@@ -283,7 +283,7 @@ async def test_results_that_do_not_fit_are_left_out() -> None:
     bench.desk = WordyDesk(bench.desk.workspace, RubricConfig(), style="full", output_chars=2000, checker=None)
     bench.budget = AgentBudget(turns=99, tokens=bench.dialogue.length() + 900, seconds=60.0, answer_tokens=400)
     assert await bench.run()
-    assert bench.told(0).startswith("error: no room is left for it\n")
+    assert bench.told(0).startswith("error: no room is left for this\n")
     assert len(bench.seen) == 2
 
 

@@ -5,94 +5,168 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import random
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import web
-from grader_parts import CLEAN, HARDCODED, NOISY, grader_config, request_of
-from test_endpoint import completion, serving
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from grader_parts import (
+    CLEAN,
+    HARDCODED,
+    NOISY,
+    call,
+    grader_config,
+    group_of,
+    judge,
+    ranking_of,
+    request_of,
+    say,
+    work,
+)
 
 from configs.schema import RubricConfig
-from grader.client import Completion, EndpointModel, EngineModel, ScriptedModel, make_model
+from envs.sandbox import CommandResult, ScriptedProvider, ScriptedSandbox
+from grader.client import Completion, ScriptedModel
 from grader.exchange import accept
-from grader.scripted import ScriptedGrader
+from grader.scripted import ScriptedGrader, judge_by_size
 from grader.verdict import FallbackReason
 from grader.worker import GraderWorker
-from infra.errors import ConfigError, EngineError, GraderError
-from rollout.chat import ChatFormat
-from rollout.engine import ScriptedEngine
+from infra.errors import EngineError, GraderError, SandboxError
 
 OUTCOMES = [(True, CLEAN), (True, NOISY), (True, HARDCODED), (False, CLEAN)]
+GROUP = group_of(OUTCOMES)
 R = FallbackReason
 
 
 def good_answer(order_seed: int = 5) -> str:
+    """The whole verdict, as a model without tools writes it."""
     request, transcripts = request_of(OUTCOMES, order_seed=order_seed)
     return ScriptedGrader().reply(request, *transcripts).verdict or ""
 
 
 def worker(model: Any, **changes: Any) -> GraderWorker:
-    return GraderWorker(grader_config(**changes), RubricConfig(), model=model)
+    provider = changes.pop("provider", None)
+    return GraderWorker(grader_config(**changes), RubricConfig(), model=model, provider=provider)
 
 
-async def test_a_good_answer_is_a_grade() -> None:
+def saying(messages: list[str]) -> ScriptedModel:
+    return ScriptedModel(lambda told, n: messages[n])
+
+
+async def grade(grader: GraderWorker) -> Any:
+    request, transcripts = request_of(OUTCOMES)
+    reply = accept(request, await grader.grade(request, *transcripts))
+    json.dumps(reply.audit())
+    assert (reply.grade is None) == (reply.fallback_reason is not None)
+    return reply
+
+
+async def test_good_work_is_a_grade() -> None:
     request, transcripts = request_of(OUTCOMES, submitted_unix_s=time.time() - 2.5)
-    model = ScriptedModel(lambda prompt, n: good_answer())
+    model = saying(work(GROUP))
     reply = accept(request, await worker(model).grade(request, *transcripts[::-1]))
     assert reply.fallback_reason is None
     assert reply.grade is not None
     assert {i: c.factor for i, c in reply.grade.candidates.items()} == {"g1/0.0": 1.0, "g1/1.0": 0.85, "g1/2.0": 1.0}
-    assert (reply.turns, reply.model, reply.order_seed) == (1, "scripted", 5)
+    assert (reply.turns, reply.model, reply.order_seed) == (7, "scripted", 5)
     assert reply.verdict == good_answer()
     assert reply.prompt_tokens > 100
-    assert reply.completion_tokens == len(good_answer())
+    assert reply.completion_tokens == sum(map(len, work(GROUP)))
     assert 2.5 <= reply.queue_s < 30
     assert 0 <= reply.run_s < 5
-    assert json.loads(model.schemas[0] or "")["required"] == ["candidates", "ranking", "hacks"]
+    assert reply.cost_usd == 0.0
+    (dialogue,) = model.dialogues
+    assert dialogue.request_id.startswith("g1/grade0-")
+    assert dialogue.messages[0][1].startswith("## task\n")
 
 
 def raising(error: Exception) -> Any:
-    def respond(prompt: str, n: int) -> str:
+    def respond(told: str, n: int) -> str:
         raise error
 
     return respond
 
 
-def saying(text: str, *, complete: bool = True) -> Any:
-    return lambda prompt, n: Completion(text=text, complete=complete, prompt_tokens=1, completion_tokens=1)
+def cut(told: str, n: int) -> Completion:
+    return Completion(text='{"calls":[', complete=False, prompt_tokens=1, completion_tokens=1)
+
+
+WRONG = {
+    "bad score": (say(call("verdict", candidates={"C1": {"scores": [6]}}, ranking=[], hacks=[])), R.SCHEMA),
+    "order": (say(call("verdict", ranking=ranking_of(GROUP)[::-1], hacks=[])), R.ORDER_AGAINST_TIER),
+    "missing": (say(call("verdict", ranking=ranking_of(GROUP)[:1], hacks=[])), R.MISSING_CANDIDATE),
+    "another group": (say(call("verdict", ranking=ranking_of(GROUP), hacks=[], group_id="g2")), R.MISMATCH),
+    "no hack": (
+        say(call("verdict", ranking=ranking_of(GROUP), hacks=[{"candidate": "C1", "evidence": ["turn:99"]}])),
+        R.UNRESOLVED_EVIDENCE,
+    ),
+}
 
 
 @pytest.mark.parametrize(
     ("respond", "reason"),
     [
-        (saying(good_answer(), complete=False), R.TRUNCATED),
-        (saying("I would rather not."), R.NOT_JSON),
-        (saying("{}"), R.SCHEMA),
-        (saying(good_answer().replace('"scores":[5', '"scores":[6', 1)), R.BAD_SCORE),
+        (cut, R.TRUNCATED),
+        (lambda told, n: "I would rather not.", R.NOT_JSON),
+        (lambda told, n: "{}", R.SCHEMA),
         (raising(EngineError("the engine was lost")), R.ENGINE_ERROR),
         (raising(GraderError("HTTP 400")), R.ENDPOINT_ERROR),
         (raising(ZeroDivisionError("a fault of ours")), R.GRADER_ERROR),
         (raising(RecursionError()), R.GRADER_ERROR),
     ],
 )
-async def test_faults_are_reasons(respond: Any, reason: FallbackReason) -> None:
-    request, transcripts = request_of(OUTCOMES)
-    reply = accept(request, await worker(ScriptedModel(respond)).grade(request, *transcripts))
-    assert reply.grade is None
+@pytest.mark.parametrize("mode", ["agent", "single"])
+@pytest.mark.parametrize("scope", ["group", "candidate"])
+async def test_faults_are_reasons(respond: Any, reason: FallbackReason, mode: str, scope: str) -> None:
+    """M1.10."""
+    reply = await grade(worker(ScriptedModel(respond), mode=mode, scope=scope))
     assert reply.fallback_reason is reason
     assert reply.detail
-    json.dumps(reply.audit())
 
 
-async def test_a_slow_model_is_a_timeout() -> None:
-    request, transcripts = request_of(OUTCOMES)
-    model = ScriptedModel(lambda prompt, n: good_answer(), delay_s=30.0)
-    reply = await worker(model, timeout_s=0.1).grade(request, *transcripts)
+@pytest.mark.parametrize("wrong", list(WRONG))
+async def test_an_invalid_verdict_is_told_once(wrong: str) -> None:
+    """M2.6, and one repair round."""
+    message, reason = WRONG[wrong]
+    mended = await grade(worker(saying([*work(GROUP)[:-1], message, work(GROUP)[-1], work(GROUP)[-1]])))
+    if reason is not R.SCHEMA:  # that one was answered as a bad call already
+        assert mended.turns == 8
+    assert mended.grade is not None
+    assert mended.verdict == good_answer()
+    still = await grade(worker(saying([*work(GROUP)[:-1], *[message] * 30])))
+    assert still.fallback_reason is reason
+    never = await grade(worker(saying([*work(GROUP)[:-1], *[message] * 30]), repair_rounds=0))
+    assert never.fallback_reason is reason
+    assert never.turns == still.turns - 1
+
+
+async def test_the_repair_round_says_what_was_wrong() -> None:
+    model = saying([*work(GROUP)[:-1], WRONG["order"][0], work(GROUP)[-1]])
+    await grade(worker(model))
+    (dialogue,) = model.dialogues
+    assert "## error: that is not valid (order_against_tier: " in dialogue.messages[-2][1]
+    assert dialogue.offers[-1].names == ("verdict",)
+
+
+@pytest.mark.parametrize("mode", ["agent", "single"])
+async def test_a_slow_model_is_a_timeout(mode: str) -> None:
+    model = ScriptedModel(lambda told, n: good_answer(), delay_s=30.0)
+    reply = await grade(worker(model, timeout_s=0.1, mode=mode))
     assert reply.fallback_reason is R.TIMEOUT
     assert 0.1 <= reply.run_s < 10
+
+
+async def test_the_time_of_an_agent_ends_before_that_of_the_group() -> None:
+    """What is left is for the answer."""
+
+    def respond(told: str, n: int) -> str:
+        bodies = {c.label: judge_by_size(c).model_dump(mode="json") for c in GROUP.passing}
+        last = say(call("verdict", candidates=bodies, ranking=ranking_of(GROUP), hacks=[]))
+        return last if "verdict now" in told else say(call("read", path="task.md"))
+
+    reply = await grade(worker(ScriptedModel(respond, delay_s=0.05), timeout_s=1.0, budget={"turns": 999}))
+    assert reply.grade is not None, reply.detail
+    assert 0.7 <= reply.run_s < 1.0
 
 
 @pytest.mark.parametrize(
@@ -106,34 +180,10 @@ async def test_a_slow_model_is_a_timeout() -> None:
 )
 async def test_what_does_not_belong_together_is_never_sent(change: Any) -> None:
     request, transcripts = change(*request_of(OUTCOMES))
-    model = ScriptedModel(lambda prompt, n: good_answer())
+    model = saying([])
     reply = await worker(model).grade(request, *transcripts)
     assert reply.fallback_reason is R.MISMATCH
-    assert not model.schemas
-
-
-async def test_a_repair_round_shows_the_model_what_was_wrong() -> None:
-    request, transcripts = request_of(OUTCOMES)
-    prompts: list[str] = []
-
-    def respond(prompt: str, n: int) -> str:
-        prompts.append(prompt)
-        return "{}" if n == 0 else good_answer()
-
-    reply = await worker(ScriptedModel(respond), repair_rounds=1).grade(request, *transcripts)
-    assert reply.grade is not None
-    assert reply.turns == 2
-    assert "not valid (schema: candidates: Field required)" in prompts[1]
-    assert reply.verdict == good_answer()
-
-
-async def test_without_repair_rounds_the_first_answer_counts() -> None:
-    request, transcripts = request_of(OUTCOMES)
-    model = ScriptedModel(lambda prompt, n: "{}" if n == 0 else good_answer())
-    reply = await worker(model).grade(request, *transcripts)
-    assert (reply.fallback_reason, reply.turns) == (R.SCHEMA, 1)
-    once_more = await worker(ScriptedModel(lambda p, n: "{}"), repair_rounds=1).grade(request, *transcripts)
-    assert (once_more.fallback_reason, once_more.turns) == (R.SCHEMA, 2)
+    assert not model.dialogues
 
 
 async def test_no_more_groups_at_once_than_configured() -> None:
@@ -147,164 +197,258 @@ async def test_no_more_groups_at_once_than_configured() -> None:
             most = max(most, busy)
             return super().open(**kwargs)
 
-    def respond(prompt: str, n: int) -> str:
+    def respond(told: str, n: int) -> str:
         nonlocal busy
         busy -= 1
         return good_answer()
 
-    grader = worker(Slow(respond, delay_s=0.05), groups_per_worker=2)
+    grader = worker(Slow(respond, delay_s=0.05), groups_per_worker=2, mode="single")
     replies = await asyncio.gather(*(grader.grade(request, *transcripts) for _ in range(6)))
     assert all(r.grade for r in replies)
     assert most == 2
     assert max(r.queue_s for r in replies) >= 0.09
 
 
-# --- on an engine -----------------------------------------------------------------------------------------------------
+# --- one prompt, no tools ---------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer with one token a byte and the project's chat markup."""
-    folder = tmp_path_factory.mktemp("grader-model")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    names = ["<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
-    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    template = (
-        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
-        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-    )
-    config = {"eos_token": "<|end|>", "pad_token": "<|pad|>", "chat_template": template}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return folder
+async def test_a_single_prompt_is_answered_with_the_whole_verdict() -> None:
+    model = saying([good_answer()])
+    reply = await grade(worker(model, mode="single"))
+    assert reply.grade is not None
+    assert (reply.turns, reply.verdict) == (1, good_answer())
+    (offer,) = model.dialogues[0].offers
+    assert json.loads(offer.schema)["required"] == ["candidates", "ranking", "hacks"]
+    assert not offer.tools
 
 
-def engine_worker(checkpoint: Path, respond: Any, *, max_model_len: int, **changes: Any) -> GraderWorker:
-    backend = {"type": "vllm", "engine": {"model": str(checkpoint), "max_model_len": max_model_len}}
-    config = grader_config(backend=backend, **changes)
-    chat = ChatFormat.load(str(checkpoint))
-    engine = ScriptedEngine(lambda request_id, prompt: respond(chat, prompt))
-    return GraderWorker(config, RubricConfig(), engine=engine)
+async def test_a_single_prompt_has_a_repair_round() -> None:
+    model = saying(["{}", good_answer()])
+    reply = await grade(worker(model, mode="single"))
+    assert reply.grade is not None
+    assert reply.turns == 2
+    assert "not valid (schema: candidates: Field required)" in model.dialogues[0].messages[-2][1]
+    none = await grade(worker(saying(["{}", good_answer()]), mode="single", repair_rounds=0))
+    assert (none.fallback_reason, none.turns) == (R.SCHEMA, 1)
+    twice = await grade(worker(saying(["{}", "{}", good_answer()]), mode="single"))
+    assert (twice.fallback_reason, twice.turns) == (R.SCHEMA, 2)
 
 
-async def test_grades_come_through_an_engine(checkpoint: Path) -> None:
-    request, transcripts = request_of(OUTCOMES)
-    seen: list[str] = []
+# --- candidates by themselves -----------------------------------------------------------------------------------------
 
-    def respond(chat: ChatFormat, prompt: Any) -> list[int]:
-        seen.append(chat.decode(prompt))
-        return chat.reply(good_answer() if len(seen) == 2 else "[]")
 
-    grader = engine_worker(checkpoint, respond, max_model_len=20_000, repair_rounds=1)
-    reply = await grader.grade(request, *transcripts)
+def alone(told: str, n: int) -> str:
+    """Grades the one candidate that it was shown."""
+    (label,) = [word for line in told.split("\n") if line.startswith("## grade ") for word in line.split()[2:]]
+    subject = next(c for c in GROUP.passing if c.label == label)
+    last = say(call("verdict", ranking=[[label]], hacks=[]))
+    return [say(call("read", path=f"{label}/patch")), say(judge(subject)), last][n]
+
+
+async def test_candidates_can_be_graded_by_themselves() -> None:
+    """The rubric ranks them then (M3.3), and the group's ties and factors are as ever."""
+    model = ScriptedModel(alone)
+    reply = await grade(worker(model, scope="candidate"))
     assert reply.grade is not None, reply.detail
-    assert reply.verdict == good_answer()
-    assert seen[0].startswith("<|user|>## task\n")
-    assert seen[0].endswith("<|end|><|assistant|>")
-    assert seen[1].startswith(seen[0] + "[]<|end|><|user|>That verdict is not valid (schema")
-    assert reply.completion_tokens == len(good_answer()) + 1 + 3
+    assert {i: c.factor for i, c in reply.grade.candidates.items()} == {"g1/0.0": 1.0, "g1/1.0": 0.85, "g1/2.0": 1.0}
+    assert reply.turns == 9
+    assert json.loads(reply.verdict or "") == json.loads(good_answer())
+    assert len(model.dialogues) == 3
+    for dialogue in model.dialogues:
+        told = dialogue.messages[0][1]
+        assert sum(f"\n{c.label} " in told for c in GROUP.candidates) == 1
 
 
-async def test_an_answer_cut_at_its_limit_is_truncated(checkpoint: Path) -> None:
-    request, transcripts = request_of(OUTCOMES)
-    grader = engine_worker(
-        checkpoint, lambda chat, prompt: chat.reply(good_answer()), max_model_len=9000, max_tokens=50
-    )
-    assert (await grader.grade(request, *transcripts)).fallback_reason is R.TRUNCATED
+async def test_candidates_are_graded_at_the_same_time() -> None:
+    started_s = time.monotonic()
+    reply = await grade(worker(ScriptedModel(alone, delay_s=0.2), scope="candidate"))
+    assert reply.grade is not None
+    assert time.monotonic() - started_s < 1.2  # 1.8 one after the other
 
 
-async def test_material_is_cut_further_to_fit_the_context(checkpoint: Path) -> None:
-    """Bytes are tokens here, so the budget of 6000 characters does not fit 1700 tokens beside the answer."""
-    new_file = "diff --git a/f{0}.py b/f{0}.py\n--- /dev/null\n+++ b/f{0}.py\n@@ -0,0 +1,1 @@\n+value = {0}\n"
-    large = CLEAN + "".join(new_file.format(i) for i in range(99))
-    request, transcripts = request_of([(True, large), (True, large), (False, CLEAN)])
-    prompts: list[int] = []
+async def test_one_candidate_that_cannot_be_graded_costs_the_group() -> None:
+    def respond(told: str, n: int) -> str:
+        if "## grade C2" in told:
+            raise EngineError("lost")
+        return alone(told, n)
 
-    def respond(chat: ChatFormat, prompt: Any) -> list[int]:
-        prompts.append(len(prompt))
-        return chat.reply("{}")
-
-    reply = await engine_worker(checkpoint, respond, max_model_len=1700, max_tokens=400).grade(request, *transcripts)
-    assert reply.fallback_reason is R.SCHEMA
-    assert 800 < prompts[0] <= 1300
+    assert GROUP.candidates[1].passed
+    reply = await grade(worker(ScriptedModel(respond), scope="candidate"))
+    assert reply.fallback_reason is R.ENGINE_ERROR
 
 
-async def test_a_context_too_small_for_anything(checkpoint: Path) -> None:
-    request, transcripts = request_of(OUTCOMES)
-    grader = engine_worker(checkpoint, lambda chat, prompt: [], max_model_len=500)
-    reply = await grader.grade(request, *transcripts)
-    assert reply.fallback_reason is R.PROMPT_TOO_LONG
+# --- checks -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_engine_backend_needs_an_engine() -> None:
-    with pytest.raises(ConfigError, match="engine pool"):
-        make_model(grader_config(), None)
+def provider_of(respond: Any) -> ScriptedProvider:
+    def answer(command: str) -> CommandResult:
+        if "unittest" in command:
+            return respond(command)
+        return CommandResult(output="", exit_code=0, timed_out=False, duration_s=0.0)
+
+    return ScriptedProvider(lambda: ScriptedSandbox(answer))
 
 
-def test_the_engine_backend_reads_its_own_checkpoint(checkpoint: Path) -> None:
-    backend = {"type": "vllm", "engine": {"model": str(checkpoint), "max_model_len": 900}}
-    model = make_model(grader_config(backend=backend), ScriptedEngine(lambda request_id, prompt: []))
-    assert isinstance(model, EngineModel)
-    assert model.limit_tokens == 500
+def passes(command: str) -> CommandResult:
+    return CommandResult(output="OK", exit_code=0, timed_out=False, duration_s=0.1)
 
 
-# --- on an endpoint ---------------------------------------------------------------------------------------------------
+def lost(command: str) -> CommandResult:
+    raise SandboxError("gone")
 
 
-def endpoint_config(url: str, **backend: Any) -> dict[str, Any]:
-    return {"backend": {"type": "endpoint", "base_url": url, "model": "judge", "api_key_env": "JUDGE_KEY", **backend}}
+CHECK = say(call("run", candidate="C1", command="python3 -m unittest"))
 
 
-@pytest.mark.parametrize("structured", ["json_schema", "json_object", "none"])
-async def test_grades_come_through_an_endpoint(monkeypatch: pytest.MonkeyPatch, structured: str) -> None:
-    monkeypatch.setenv("JUDGE_KEY", "from-the-environment")
-    request, transcripts = request_of(OUTCOMES)
+@pytest.mark.parametrize("style", ["compact", "full"])
+async def test_checks_are_run_and_recorded(style: str) -> None:
+    provider = provider_of(passes)
+    reply = await grade(worker(saying([CHECK, *work(GROUP)]), provider=provider, style=style))
+    assert reply.grade is not None
+    assert [(c.number, c.candidate, c.exit_code) for c in reply.checks] == [(1, "C1", 0)]
+    assert [s.closed for s in provider.started] == [True]
 
-    async def answer(http: web.Request, n: int) -> web.StreamResponse:
-        return web.Response(status=429) if n == 1 else completion(good_answer())
 
-    async with serving(answer) as server:
-        grader = GraderWorker(grader_config(**endpoint_config(server.url, structured=structured)), RubricConfig())
-        reply = accept(request, await grader.grade(request, *transcripts))
-        await grader.close()
+@pytest.mark.parametrize(
+    ("messages", "respond", "reason"),
+    [
+        ([CHECK, "no", "no", "no"], passes, R.NOT_JSON),
+        ([CHECK, *work(GROUP)], lost, None),
+        ([CHECK, CHECK, CHECK, *work(GROUP)], lost, None),
+    ],
+)
+async def test_sandboxes_are_closed_whatever_happens(messages: list[str], respond: Any, reason: Any) -> None:
+    provider = provider_of(respond)
+    reply = await grade(worker(saying(messages), provider=provider))
+    assert reply.fallback_reason is reason
+    assert provider.started
+    assert all(s.closed for s in provider.started)
+
+
+async def test_sandboxes_are_closed_at_a_timeout() -> None:
+    provider = provider_of(passes)
+
+    class Slow(ScriptedModel):
+        def open(self, **kwargs: Any) -> Any:
+            self.delay_s = 0.0
+            return super().open(**kwargs)
+
+    def respond(told: str, n: int) -> str:
+        model.delay_s = 30.0
+        return CHECK
+
+    model = Slow(respond)
+    reply = await grade(worker(model, provider=provider, timeout_s=0.5))
+    assert reply.fallback_reason is R.TIMEOUT
+    assert [s.closed for s in provider.started] == [True]
+
+
+async def test_no_sandbox_where_no_checks_are_wanted() -> None:
+    model = saying([CHECK, *work(GROUP)])
+    provider = provider_of(passes)
+    reply = await grade(worker(model, provider=provider, checks={"enabled": False}))
+    assert reply.grade is not None
+    assert not reply.checks
+    assert not provider.started
+    assert "## error: no commands can be run here" in model.dialogues[0].messages[2][1]
+
+
+# --- the second pass --------------------------------------------------------------------------------------------------
+
+
+def hunting(*passes: bool, slot: int = 2, stand: bool = True) -> ScriptedModel:
+    """In its n-th dialogue it calls the trajectory of `slot` a hack if `passes[n]`; without `stand` on top."""
+
+    def respond(told: str, n: int) -> str:
+        number = len(model.dialogues) - 1
+        seed = 5 if number == 0 else ANOTHER_SEED
+        group = group_of(OUTCOMES, order_seed=seed)
+        accused = next(c for c in group.passing if c.trajectory.trajectory_id == f"g1/{slot}.0")
+        hacks = [{"candidate": accused.label, "evidence": ["turn:2"]}] if passes[number] else []
+        messages = work(group, hacks=hacks)
+        if hacks and not stand:
+            ranking = [[accused.label], *([x for x in t if x != accused.label] for t in ranking_of(group))]
+            messages[-1] = say(call("verdict", ranking=[t for t in ranking if t], hacks=hacks))
+        return messages[n]
+
+    model = ScriptedModel(respond)
+    return model
+
+
+ANOTHER_SEED = random.Random(5).getrandbits(31)
+
+
+async def test_a_hack_that_both_passes_find_counts() -> None:
+    """M1.5."""
+    model = hunting(True, True)
+    reply = await grade(worker(model, second_pass=True))
     assert reply.grade is not None, reply.detail
-    assert (reply.model, reply.prompt_tokens, reply.completion_tokens) == ("judge", 11, 7)
-    assert server.headers[1]["Authorization"] == "Bearer from-the-environment"
-    body = server.bodies[1]
-    assert [m["role"] for m in body["messages"]] == ["system", "user"]
-    form = body.get("response_format")
-    if structured == "json_schema":
-        assert form["json_schema"]["schema"]["required"] == ["candidates", "ranking", "hacks"]
-        assert form["json_schema"]["strict"] is True
-    else:
-        assert form == ({"type": "json_object"} if structured == "json_object" else None)
+    assert list(reply.grade.hacks) == ["g1/2.0"]
+    assert len(model.dialogues) == 2
+    assert reply.turns == 14
+    assert reply.detail == ""
+    first, second = (d.messages[0][1] for d in model.dialogues)
+    assert first != second
 
 
-async def test_an_endpoint_that_cuts_or_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("JUDGE_KEY", raising=False)
-    request, transcripts = request_of(OUTCOMES)
-
-    async def answer(http: web.Request, n: int) -> web.StreamResponse:
-        if n == 1:
-            choice = {"message": {"content": good_answer()}, "finish_reason": "length"}
-            return completion(choices=[choice])
-        return web.Response(status=401, text="no key")
-
-    async with serving(answer) as server:
-        grader = GraderWorker(grader_config(**endpoint_config(server.url)), RubricConfig())
-        cut = await grader.grade(request, *transcripts)
-        refused = await grader.grade(request, *transcripts)
-        await grader.close()
-    assert cut.fallback_reason is R.TRUNCATED
-    assert refused.fallback_reason is R.ENDPOINT_ERROR
-    assert "HTTP 401" in refused.detail
+async def test_a_hack_that_only_one_pass_finds_is_dropped() -> None:
+    reply = await grade(worker(hunting(True, False), second_pass=True))
+    assert reply.grade is not None
+    assert not reply.grade.hacks
+    assert {i: c.factor for i, c in reply.grade.candidates.items()} == {"g1/0.0": 1.0, "g1/1.0": 0.85, "g1/2.0": 1.0}
+    assert reply.detail == "the second pass did not confirm a hack: g1/2.0"
 
 
-def test_the_concurrency_limit_is_shared_among_the_workers() -> None:
-    config = grader_config(**endpoint_config("http://localhost/v1", max_concurrency=8), workers=3)
-    model = make_model(config, None)
-    assert isinstance(model, EndpointModel)
-    assert model.endpoint._slots._value == 2
+async def test_a_dropped_hack_is_ranked_by_the_rubric_where_it_cannot_stand() -> None:
+    """Ranked first, below none, although it is T2: as a hack that said nothing, as a candidate it is against M2.6."""
+    reply = await grade(worker(hunting(True, False, slot=1, stand=False), second_pass=True))
+    assert reply.grade is not None, reply.detail
+    assert {i: c.factor for i, c in reply.grade.candidates.items()} == {"g1/0.0": 1.0, "g1/1.0": 0.85, "g1/2.0": 1.0}
+
+
+async def test_no_second_pass_without_a_hack_or_where_it_is_not_wanted() -> None:
+    model = hunting(False)
+    assert (await grade(worker(model, second_pass=True))).turns == 7
+    reply = await grade(worker(hunting(True)))
+    assert list(reply.grade.hacks) == ["g1/2.0"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [
+        (EngineError("lost"), "engine_error"),
+        (GraderError("HTTP 400"), "endpoint_error"),
+        (None, "timeout"),
+        ("no", "not_json"),
+    ],
+)
+async def test_a_second_pass_that_fails_confirms_nothing(fault: Any, why: str) -> None:
+    model = hunting(True, True)
+    respond = model.respond
+
+    def failing(told: str, n: int) -> Any:
+        if len(model.dialogues) == 1:
+            if n == 6 and fault is None:
+                model.delay_s = 30.0
+            return respond(told, n)
+        if isinstance(fault, Exception):
+            raise fault
+        return fault or "never said"
+
+    model.respond = failing
+    reply = await grade(worker(model, second_pass=True, timeout_s=1.0))
+    assert reply.grade is not None, reply.detail
+    assert not reply.grade.hacks
+    assert reply.detail == f"the second pass did not confirm a hack ({why}): g1/2.0"
+
+
+async def test_candidates_by_themselves_can_be_hacks_too() -> None:
+    def respond(told: str, n: int) -> str:
+        message = alone(told, n)
+        label = json.loads(say(*json.loads(message)["calls"]))["calls"][0].get("ranking", [["-"]])[0][0]
+        if label != GROUP.passing[0].label:
+            return message
+        return say(call("verdict", ranking=[[label]], hacks=[{"candidate": label, "evidence": ["turn:1"]}]))
+
+    reply = await grade(worker(ScriptedModel(respond), scope="candidate"))
+    assert list(reply.grade.hacks) == [GROUP.passing[0].trajectory.trajectory_id]
