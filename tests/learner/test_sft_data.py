@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from configs.sft_schema import GraderData, PolicyData, SftSource
+import configs
+from configs.sft_schema import GraderData, GraderShares, PolicyData, SftSource
 from envs.replay import replay
 from envs.task import ExpertTrace, Split
 from infra.errors import ConfigError
 from learner.sft_data import Conversation, PolicyExamples, choose, conversation_of, render
 from learner.sft_grader import GraderExamples
+from learner.sft_grader import render as render_grading
 from learner.tokenizer_training import END, save_tokenizer, train_tokenizer
 from rollout.chat import ChatFormat
 
@@ -157,9 +160,22 @@ def test_a_strategy_without_expert_is_refused_by_name() -> None:
         PolicyExamples(PolicyData(type="policy", sources=sources))
 
 
-def test_grader_examples_ask_the_groups_question_and_learn_the_verdict() -> None:
-    data = GraderExamples(GraderData(type="grader", seed=1, group_sizes=(4, 4)))
-    group = data.group(0)
-    assert list(data.texts(0)) == [group.prompt.user, group.target]
-    assert len(group.group.candidates) == 4
-    assert data.group(0).target == GraderExamples(GraderData(type="grader", seed=1, group_sizes=(4, 4))).group(0).target
+def test_grader_conversations_are_of_every_kind_and_repeat() -> None:
+    data = GraderData(type="grader", seed=1, group_sizes=(4, 4), shares=GraderShares(agent=1, candidate=1, single=1))
+    made = GraderExamples(data)
+    openings = [made.conversation(index)[0][1] for index in range(30)]
+    summaries = Counter(text.partition("## candidates\n")[2].count(" turns: ") for text in openings)
+    assert set(summaries) == {0, 1, 4}  # single shows patches instead; candidate one; agent the whole group
+    assert [GraderExamples(data).conversation(index)[0][1] for index in range(5)] == openings[:5]
+
+
+def test_only_what_the_grader_writes_carries_loss() -> None:
+    chat = ChatFormat.load(str(Path(configs.__file__).parent / "checkpoints" / "grader"))
+    made = GraderExamples(GraderData(type="grader", seed=1, group_sizes=(4, 4)))
+    conversation = made.conversation(2)
+    example = render_grading(chat, conversation)
+    written = [int(token) for token in example.token_ids[example.loss_mask]]
+    assert written == [token for role, text in conversation if role == "assistant" for token in chat.reply(text)]
+    assert example.token_ids[: len(chat.initial(None, conversation[0][1]))].tolist() == chat.initial(
+        None, conversation[0][1]
+    )
