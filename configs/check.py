@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +12,22 @@ from configs.rules import RULES
 from configs.schema import RunConfig
 
 
-def load_run(file: Path, overrides: Sequence[str] = (), arms: Sequence[Path] = ()) -> Loaded[RunConfig]:
+def load_run(
+    file: Path,
+    overrides: Sequence[str] = (),
+    arms: Sequence[Path] = (),
+    also: Callable[[RunConfig], Iterable[Problem]] = lambda _: (),
+) -> Loaded[RunConfig]:
     """A run configuration that is valid in itself and passes every rule.
+
+    Args:
+        also: one more rule, of what this package knows nothing of.
 
     Raises:
         ConfigError: names every problem with place, key path, value and remedy.
     """
     loaded = load(RunConfig, file, overrides, arms)
-    problems = find_problems(loaded.config)
+    problems = [*find_problems(loaded.config), *also(loaded.config)]
     if problems:
         raise loaded.refuse(problems)
     return loaded
@@ -34,10 +42,11 @@ def resolved(config: RunConfig) -> dict[str, Any]:
     """Every key that has an effect, with its value, as plain data that can be run again; a run folder keeps it."""
     data: dict[str, Any] = config.model_dump(mode="json")
     for problem in find_problems(RunConfig.model_validate(data)):
+        if not problem.idle:
+            continue
         *parents, key = problem.path
-        section = data
+        section: Any = data
         for part in parents:
             section = section[str(part)]
-        if problem.idle:
-            del section[str(key)]
+        del section[str(key)]
     return data

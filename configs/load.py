@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -17,7 +17,10 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from configs.errors import ConfigError
-from configs.problems import KeyPath, Problem, explain, report, show
+from configs.problems import KeyPath, Problem, report, show
+from configs.secrecy import redact
+from configs.sft_schema import SftRecipe
+from configs.values import explain_all
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -33,7 +36,7 @@ class Loaded(Generic[Model]):
 
     def refuse(self, problems: Sequence[Problem]) -> ConfigError:
         """The one error that reports these problems."""
-        return report(self.file, problems, self.origins)
+        return _report(self.file, problems, self.origins)
 
 
 def load(model: type[Model], file: Path, overrides: Sequence[str] = (), arms: Sequence[Path] = ()) -> Loaded[Model]:
@@ -45,30 +48,41 @@ def load(model: type[Model], file: Path, overrides: Sequence[str] = (), arms: Se
         ConfigError: names every problem with place, key path, value and remedy.
     """
     origins: dict[KeyPath, str] = {}
-    data = _read(file, origins)
+    shipped = Path(__file__).parent
+    data = _read(file, origins, shipped / "sft" if issubclass(model, SftRecipe) else shipped)
     for arm in arms:
         arm_origins: dict[KeyPath, str] = {}
-        _merge(data, _read(arm, arm_origins), origins, arm_origins, ())
+        _merge(data, _read(arm, arm_origins, shipped / "arms"), origins, arm_origins, ())
     for override in overrides:
         _apply(data, override, origins, file)
     try:
         config = model.model_validate(data, context={"folder": file.absolute().parent})
     except ValidationError as error:
-        problems = [explain(detail, model, data) for detail in error.errors(include_url=False)]
-        raise report(file, problems, origins) from None
+        problems = explain_all(error.errors(include_url=False), model, data)
+        raise _report(file, problems, origins) from None
     return Loaded(config=config, file=file, origins=origins)
+
+
+def _report(file: Path, problems: Sequence[Problem], origins: Mapping[KeyPath, str]) -> ConfigError:
+    """The error for these problems, without what looks like a secret in a value."""
+    hidden = [replace(p, shown=None if p.shown is None else redact(p.shown)) for p in problems]
+    return report(file, hidden, origins)
 
 
 # ---- reading YAML ---------------------------------------------------------------------------------------------------
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML in which 1e-4 is a number (as in YAML 1.2)."""
+    """Safe YAML in which 1e-4 is a number and 2026-11-30 is text (as in YAML 1.2)."""
 
 
 _PLAIN_TAGS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
+_PLAIN_VALUES = (str, int, float, bool, type(None))
 
-_Loader.yaml_implicit_resolvers = {key: list(value) for key, value in yaml.SafeLoader.yaml_implicit_resolvers.items()}
+_Loader.yaml_implicit_resolvers = {
+    key: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+    for key, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"^[-+]?(\d[\d_]*)(\.[\d_]*)?[eE][-+]?\d+$"),
@@ -76,13 +90,14 @@ _Loader.add_implicit_resolver(
 )
 
 
-def _read(file: Path, origins: dict[KeyPath, str]) -> dict[str, Any]:
+def _read(file: Path, origins: dict[KeyPath, str], shipped: Path) -> dict[str, Any]:
+    """The data of a file; `shipped` is where files of its kind are found."""
     try:
         text = file.read_text(encoding="utf-8")
     except FileNotFoundError:
-        shipped = Path(__file__).parent
-        raise ConfigError(f"{file}: no such file; give the path of a configuration, e.g. one of {shipped}") from None
-    except (OSError, UnicodeDecodeError) as error:
+        examples = ", ".join(str(path) for path in sorted(shipped.glob("*.yaml")))
+        raise ConfigError(f"{file}: no such file; give the path of one, e.g. {examples or shipped}") from None
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{file}: cannot be read ({error}); give the path of a readable YAML file") from None
     try:
         loader = _Loader(text)
@@ -96,6 +111,10 @@ def _read(file: Path, origins: dict[KeyPath, str]) -> dict[str, Any]:
         line = mark.line + 1 if mark else 1
         reason = " ".join(part for part in (error.context, error.problem) if part)
         raise ConfigError(f"{file}:{line}: not valid YAML ({reason}); mend this line") from None
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, int(error.position)) + 1
+        code = f"character U+{ord(text[error.position]):04X}"
+        raise ConfigError(f"{file}:{line}: not valid YAML ({code} is not allowed); remove it") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{file}: not valid YAML ({error}); mend the file") from None
     except RecursionError:
@@ -113,6 +132,8 @@ def _build(loader: _Loader, node: yaml.Node, path: KeyPath, file: str, origins: 
     if isinstance(node, yaml.MappingNode):
         seen: dict[str, int] = {}
         for key_node, _ in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise yaml.MarkedYAMLError(problem="a key must be one word", problem_mark=key_node.start_mark)
             key, line = str(key_node.value), key_node.start_mark.line + 1
             if key in seen and key != "<<":
                 dotted = ".".join(map(str, (*path, key)))
@@ -129,7 +150,15 @@ def _build(loader: _Loader, node: yaml.Node, path: KeyPath, file: str, origins: 
         return result
     if isinstance(node, yaml.SequenceNode):
         return [_build(loader, item, (*path, i), file, origins) for i, item in enumerate(node.value)]
-    return loader.construct_object(node, deep=True)
+    try:
+        value = loader.construct_object(node, deep=True)
+    except (ValueError, LookupError, TypeError, OverflowError, AttributeError) as error:
+        problem = f"{str(node.value)[:40]!r} cannot be read as {node.tag.rsplit(':', 1)[-1]}: {error}"
+        raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from None
+    if not isinstance(value, _PLAIN_VALUES) or (isinstance(value, int) and value.bit_length() > 1024):
+        problem = f"{str(node.value)[:40]!r} is neither text nor a number that a key could take"
+        raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+    return value
 
 
 # ---- arms and overrides ---------------------------------------------------------------------------------------------
@@ -165,7 +194,7 @@ def _forget(origins: dict[KeyPath, str], path: KeyPath) -> None:
 
 
 def _apply(data: dict[str, Any], override: str, origins: dict[KeyPath, str], file: Path) -> None:
-    origin = f"override {override!r}"
+    origin = f"override {_short(redact(override))!r}"
     key, equals, text = override.partition("=")
     removal = key.startswith("~") and not equals
     keys = key.removeprefix("~").strip().split(".")
@@ -180,7 +209,7 @@ def _apply(data: dict[str, Any], override: str, origins: dict[KeyPath, str], fil
         section = section[part]
         if not isinstance(section, dict):
             dotted = ".".join(keys[: i + 1])
-            raise ConfigError(f"{origin}: {dotted} = {show(section)} is not a section; set {dotted} as a whole")
+            raise ConfigError(f"{origin}: {dotted} = {redact(show(section))} is not a section; set {dotted} as a whole")
     path = tuple(keys)
     _forget(origins, path)
     if removal:
@@ -195,8 +224,18 @@ def _apply(data: dict[str, Any], override: str, origins: dict[KeyPath, str], fil
             section[keys[-1]] = None if node is None else _build(loader, node, path, origin, {})
         finally:
             loader.dispose()
-    except (yaml.YAMLError, RecursionError):
-        raise ConfigError(f"{origin}: {text!r} is not a YAML value; quote it: {key}='\"...\"'") from None
+    except (yaml.YAMLError, RecursionError) as error:
+        reason = (
+            "it nests too deep" if isinstance(error, RecursionError) else getattr(error, "problem", None) or "syntax"
+        )
+        raise ConfigError(
+            f"{origin}: {_short(redact(text))!r} is not a YAML value ({reason}); mend it, or quote it as text: "
+            f"{key}='\"...\"'"
+        ) from None
     for i in range(1, len(path) + 1):
         origins.setdefault(path[:i], origin)
     origins[path] = origin
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 200 else f"{text[:197]}..."

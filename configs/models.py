@@ -23,6 +23,8 @@ class ModelFacts:
     max_positions: int | None
     """Longest context in tokens, where config.json says so."""
     attention_heads: int | None
+    kv_values_per_token: int | None = None
+    """Numbers that the KV cache holds for one token; None where attention is not of the plain kind."""
 
 
 def missing_files(folder: Path) -> list[str]:
@@ -56,7 +58,23 @@ def read_facts(folder: Path) -> ModelFacts:
         weight_bytes=weight_bytes,
         max_positions=positions if isinstance(positions, int) else None,
         attention_heads=heads if isinstance(heads, int) else None,
+        kv_values_per_token=_kv_values(described),
     )
+
+
+def _kv_values(described: dict[str, Any]) -> int | None:
+    layers, heads, size = (described.get(key) for key in ("num_hidden_layers", "num_attention_heads", "hidden_size"))
+    kinds = described.get("layer_types") or ["full_attention"]
+    plain = (
+        not described.get("sliding_window") and not described.get("kv_lora_rank") and set(kinds) == {"full_attention"}
+    )
+    if not plain or not all(isinstance(count, int) and count > 0 for count in (layers, heads, size)):
+        return None
+    assert isinstance(layers, int) and isinstance(heads, int) and isinstance(size, int)
+    kv_heads, head_size = described.get("num_key_value_heads") or heads, described.get("head_dim") or size // heads
+    if not isinstance(kv_heads, int) or not isinstance(head_size, int):
+        return None
+    return 2 * layers * kv_heads * head_size
 
 
 def _object(file: Path) -> dict[str, Any]:

@@ -7,7 +7,9 @@ effect count only if the user wrote them: defaults are silent.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,18 +17,23 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel
 
-from configs.models import missing_files, read_facts
+from configs.models import ModelFacts, missing_files, read_facts
 from configs.problems import KeyPath, Problem, is_set, show, value_at
 from configs.schema import (
     AdvantageMode,
+    DockerSandbox,
     EndpointGraderBackend,
     EngineConfig,
+    GraderConfig,
     MinirepoSource,
+    ModalSandbox,
     RemoteSandbox,
     Resources,
     RunConfig,
+    SandboxConfig,
     VllmGraderBackend,
 )
+from configs.secrecy import is_secret, secret_in_argument
 
 
 def _problem(config: RunConfig, dotted: str, message: str) -> Problem:
@@ -59,6 +66,8 @@ def quotas(config: RunConfig) -> Iterator[Problem]:
     streams: dict[tuple[Any, ...], str] = {}
     for name, source in config.sources.items():
         kinds = tuple(sorted(source.kinds)) if isinstance(source, MinirepoSource) else ()
+        if twice := _twice(kinds):
+            yield _problem(config, f"sources.{name}.kinds", f"names {twice} twice; remove one of them")
         stream = (source.type, source.seed, kinds)
         if stream in streams:
             yield _problem(
@@ -69,6 +78,14 @@ def quotas(config: RunConfig) -> Iterator[Problem]:
         streams.setdefault(stream, name)
         if not name or not all(c.isalnum() or c in "_-" for c in name):
             yield _problem(config, f"sources.{name}", "is not a usable name; use letters, digits, _ and -")
+
+
+def _twice(values: Iterable[str]) -> str | None:
+    return next((value for value, count in Counter(values).items() if count > 1), None)
+
+
+def _code_quota(config: RunConfig) -> bool:
+    return any(isinstance(s, MinirepoSource) and s.groups_per_step > 0 for s in config.sources.values())
 
 
 def groups(config: RunConfig) -> Iterator[Problem]:
@@ -101,16 +118,19 @@ def algorithm_keys(config: RunConfig) -> Iterator[Problem]:
         )
     if mode is AdvantageMode.OUTCOME:
         yield from _idle(config, "algorithm.rubric", "algorithm.mode = outcome uses no quality factors")
+    elif not _code_quota(config):
+        for key in ("rubric", "lambda_max") if mode is AdvantageMode.REDISTRIBUTE else ("rubric",):
+            why = "no code source has a quota, and only code groups are graded"
+            yield from _idle(config, f"algorithm.{key}", why)
 
 
 def grading(config: RunConfig) -> Iterator[Problem]:
     """Quality factors come from a grader, and only code groups have them (M1, last paragraph)."""
     mode = config.algorithm.mode
-    code = any(isinstance(s, MinirepoSource) and s.groups_per_step > 0 for s in config.sources.values())
     if mode is AdvantageMode.OUTCOME:
         if config.grader is not None:
             yield from _idle(config, "grader", "algorithm.mode = outcome uses no grades", "set grader: null")
-    elif not code:
+    elif not _code_quota(config):
         why = "no code source has a quota, and only code groups are graded"
         yield from _idle(config, "algorithm.mode", why, "set mode: outcome, or give a minirepo source a quota")
         if config.grader is not None:
@@ -172,17 +192,112 @@ def time_budgets(config: RunConfig) -> Iterator[Problem]:
         )
 
 
+# ---- the grader ----------------------------------------------------------------------------------------------------
+
+
+def _grader_context(grader: GraderConfig) -> int | None:
+    """The longest conversation that the grader's model reads; nobody says so for an endpoint."""
+    return grader.backend.engine.max_model_len if isinstance(grader.backend, VllmGraderBackend) else None
+
+
 def grader_budget(config: RunConfig) -> Iterator[Problem]:
-    """A verdict needs room after the prompt."""
-    if config.grader is None or not isinstance(config.grader.backend, VllmGraderBackend):
+    """A verdict needs room after the prompt, and time after the work."""
+    grader = config.grader
+    if grader is None:
         return
-    context = config.grader.backend.engine.max_model_len
-    if config.grader.max_tokens >= context:
+    context = _grader_context(grader)
+    if context is not None and grader.max_tokens >= context:
         yield _problem(
             config,
             "grader.max_tokens",
             f"leaves no room for a prompt in grader.backend.engine.max_model_len = {context}; lower it",
         )
+        return
+    if grader.mode == "single":
+        return
+    seconds, tokens = grader.budget.seconds, grader.budget.tokens
+    if seconds is not None and seconds >= grader.timeout_s:
+        yield _problem(
+            config,
+            "grader.budget.seconds",
+            f"is not below grader.timeout_s = {grader.timeout_s:g}, which would end the group before it can answer; "
+            "lower it",
+        )
+    if context is not None and tokens >= context:
+        yield from _idle(
+            config,
+            "grader.budget.tokens",
+            f"grader.backend.engine.max_model_len = {context} is reached first",
+            "lower it, or remove the key",
+        )
+    least, binding = tokens, "grader.budget.tokens"
+    if context is not None and context < tokens:
+        least, binding = context, "grader.backend.engine.max_model_len"
+    if least <= 2 * grader.max_tokens:
+        yield _problem(
+            config,
+            "grader.max_tokens",
+            f"leaves no room in {binding} = {least} for a prompt and two answers, a call and the verdict; lower it",
+        )
+
+
+def grader_mode(config: RunConfig) -> Iterator[Problem]:
+    """Keys of the tools, where the grader has none (grader.mode single) or no commands."""
+    grader = config.grader
+    if grader is None:
+        return
+    commands = [f"grader.{key}" for key in ("checks.limit", "checks.timeout_s", "sandbox")]
+    native = isinstance(grader.backend, EndpointGraderBackend) and grader.backend.tool_calling
+    if grader.mode == "single":
+        budget = [f"grader.budget.{key}" for key in ("turns", "tokens", "seconds")]
+        others = ("grader.checks.enabled", "grader.tool_output_chars", "grader.reference_patch")
+        for key in (*budget, *commands, *others, "grader.backend.tool_calling"):
+            yield from _idle(config, key, "grader.mode = single has no tools", "remove the key, or choose mode agent")
+        return
+    if native:
+        yield from _idle(
+            config,
+            "grader.backend.structured",
+            "grader.backend.tool_calling = true, and tools are called natively instead of as JSON",
+            "remove the key, or set tool_calling: false",
+        )
+    why, remedy = "grader.checks.enabled = false", "remove the key"
+    if grader.checks.enabled:
+        if grader.style != "compact":
+            if grader.checks.timeout_s >= grader.timeout_s:
+                yield _problem(
+                    config,
+                    "grader.checks.timeout_s",
+                    f"is not below grader.timeout_s = {grader.timeout_s:g}, the time of the whole group; lower it",
+                )
+            return
+        why, remedy = "grader.style = compact offers no commands", "remove the key, or choose style full"
+        commands = ["grader.checks.enabled", *commands]
+    for key in commands:
+        yield from _idle(config, key, why, remedy)
+
+
+def canaries(config: RunConfig) -> Iterator[Problem]:
+    """Keys of canaries that are off, and where stored ones lie."""
+    grader = config.grader
+    if grader is None:
+        return
+    if grader.canaries.share == 0:
+        for key in ("path", "window", "alarm_below"):
+            yield from _idle(
+                config, f"grader.canaries.{key}", "grader.canaries.share = 0 turns canaries off", "raise share"
+            )
+        return
+    path = grader.canaries.path
+    if path is not None and not os.path.isdir(path):
+        yield _problem(
+            config,
+            "grader.canaries.path",
+            "no such folder; give a folder of stored groups with labels (relative to the configuration file), or null "
+            "for the built-in ones",
+        )
+    elif path is not None and not any(os.scandir(path)):
+        yield _problem(config, "grader.canaries.path", "is empty; give a folder of stored groups with labels")
 
 
 # ---- devices --------------------------------------------------------------------------------------------------------
@@ -274,19 +389,75 @@ def grader_engine(config: RunConfig) -> Iterator[Problem]:
 
 def grader_backend(config: RunConfig) -> Iterator[Problem]:
     """What an endpoint's address must look like, and no key in the configuration, which the run folder keeps."""
-    backend = config.grader.backend if config.grader is not None else None
-    if isinstance(backend, EndpointGraderBackend):
-        yield from _address(config, "grader.backend.base_url", backend.base_url, "https://host/v1")
-        yield from _variable(config, "grader.backend.api_key_env", backend.api_key_env)
+    grader = config.grader
+    if grader is None or not isinstance(backend := grader.backend, EndpointGraderBackend):
+        return
+    yield from _address(config, "grader.backend.base_url", backend.base_url, "https://host/v1")
+    yield from _variable(config, "grader.backend.api_key_env", backend.api_key_env)
+    if backend.max_concurrency < grader.workers:
+        yield _problem(
+            config,
+            "grader.backend.max_concurrency",
+            f"is below grader.workers = {grader.workers}, of which each sends one request at least; raise it, or lower "
+            "workers",
+        )
+    if backend.request_timeout_s > grader.timeout_s:
+        yield from _idle(
+            config,
+            "grader.backend.request_timeout_s",
+            f"grader.timeout_s = {grader.timeout_s:g} ends the group first",
+            "lower it, or raise grader.timeout_s",
+        )
+
+
+def _sandboxes(config: RunConfig) -> Iterator[tuple[str, SandboxConfig]]:
+    yield "rollout.sandbox", config.rollout.sandbox
+    if config.grader is not None and config.grader.sandbox is not None:
+        yield "grader.sandbox", config.grader.sandbox
 
 
 def remote_sandbox(config: RunConfig) -> Iterator[Problem]:
     """Addresses of servers, and the variable with their token."""
-    sandbox = config.rollout.sandbox
-    if isinstance(sandbox, RemoteSandbox):
-        for host in sandbox.hosts:
-            yield from _address(config, "rollout.sandbox.hosts", host, "http://host:port")
-        yield from _variable(config, "rollout.sandbox.token_env", sandbox.token_env)
+    for key, sandbox in _sandboxes(config):
+        if isinstance(sandbox, RemoteSandbox):
+            for host in sandbox.hosts:
+                yield from _address(config, f"{key}.hosts", host, "http://host:port")
+            yield from _variable(config, f"{key}.token_env", sandbox.token_env)
+            if twice := _twice(sandbox.hosts):
+                yield _problem(config, f"{key}.hosts", f"names {twice} twice; each sandbox needs a server of its own")
+
+
+def containers(config: RunConfig) -> Iterator[Problem]:
+    """Arguments of docker run are kept in the run folder, so no secret may stand in them; and what would not start."""
+    for key, sandbox in _sandboxes(config):
+        if isinstance(sandbox, DockerSandbox | ModalSandbox):
+            if re.search(r"\s|^-", sandbox.image):
+                yield _problem(config, f"{key}.image", "is not the name of an image; give e.g. python:3.11")
+            if is_secret(f"https://{sandbox.image}") and "@sha256:" not in sandbox.image:
+                yield _hidden(f"{key}.image", "may hold a secret; give the bare name, and log in with docker login")
+        if not isinstance(sandbox, DockerSandbox):
+            continue
+        for argument, following in zip(sandbox.docker_args, (*sandbox.docker_args[1:], ""), strict=False):
+            if (name := secret_in_argument(argument)) is not None:
+                yield _hidden(
+                    f"{key}.docker_args",
+                    f"holds what looks like a secret{f' ({name}=...)' if name else ''}, which would stand in the run "
+                    f"folder; write -e {name or 'NAME'}, which passes the variable on from the environment",
+                )
+            if argument in ("--network=none", "--net=none") or (
+                argument in ("--network", "--net") and following == "none"
+            ):
+                yield _problem(
+                    config,
+                    f"{key}.docker_args",
+                    "cuts the sandbox's server off (--network=none); give a network without a route outside, "
+                    "--network=NAME",
+                )
+
+
+def _hidden(key: str, message: str) -> Problem:
+    """A problem whose value must not be repeated."""
+    return Problem(path=tuple(key.split(".")), message=message)
 
 
 def _address(config: RunConfig, key: str, address: str, example: str) -> Iterator[Problem]:
@@ -297,14 +468,16 @@ def _address(config: RunConfig, key: str, address: str, example: str) -> Iterato
     if parts.scheme not in ("http", "https") or not parts.hostname:
         yield _problem(config, key, f"is not an address; give e.g. {example} or http://host:8000/v1")
     elif "@" in parts.netloc or parts.query or parts.fragment:
-        message = f"may hold a secret, which would stand in the run folder; give the bare address, e.g. {example}"
-        yield Problem(path=tuple(key.split(".")), message=message)
+        yield _hidden(
+            key, f"may hold a secret, which would stand in the run folder; give the bare address, e.g. {example}"
+        )
 
 
 def _variable(config: RunConfig, key: str, name: str) -> Iterator[Problem]:
     if not (name.isascii() and name.isidentifier()):
-        message = "is not the name of an environment variable (a key itself never stands here); give e.g. MY_API_KEY"
-        yield Problem(path=tuple(key.split(".")), message=message)
+        yield _hidden(
+            key, "is not the name of an environment variable (a key itself never stands here); give e.g. MY_API_KEY"
+        )
 
 
 def sandboxes(config: RunConfig) -> Iterator[Problem]:
@@ -312,14 +485,19 @@ def sandboxes(config: RunConfig) -> Iterator[Problem]:
     evaluated = config.eval.source if config.eval is not None else None
     used = [s for name, s in config.sources.items() if s.groups_per_step > 0 or name == evaluated]
     if used and all(source.type == "arith" for source in used):
-        yield from _idle(config, "rollout.sandbox", "only single-turn sources are used")
-        yield from _idle(config, "rollout.limits.max_turns", "only single-turn sources are used")
+        limits = [
+            f"limits.{key}" for key in ("max_turns", "command_timeout_s", "command_budget_s", "observation_chars")
+        ]
+        for key in ("sandbox", "action_format", *limits):
+            yield from _idle(config, f"rollout.{key}", "only single-turn sources are used")
 
 
 def mixing(config: RunConfig) -> Iterator[Problem]:
     """M6.2: with one source there is nothing to weigh."""
     if len(config.sources) == 1:
         yield from _idle(config, "scheduler.alpha", "there is only one source")
+    elif sum(source.groups_per_step > 0 for source in config.sources.values()) == 1:
+        yield from _idle(config, "scheduler.alpha", "only one source has a quota")
 
 
 # ---- evaluation, telemetry, Ray -------------------------------------------------------------------------------------
@@ -354,13 +532,29 @@ def telemetry(config: RunConfig) -> Iterator[Problem]:
 
 
 def ray_cluster(config: RunConfig) -> Iterator[Problem]:
-    """A running cluster has its own object store."""
-    if config.ray.address is not None:
-        yield from _idle(
+    """A running cluster has an address, and its own object store."""
+    address = config.ray.address
+    if address is None:
+        return
+    if address == "local":
+        yield _problem(config, "ray.address", "starts a Ray of its own, as null does; write address: null")
+    elif address != "auto" and not _is_ray_address(address):
+        yield _problem(
             config,
-            "ray.object_store_mib",
-            f"ray.address = {config.ray.address} joins a running cluster, whose nodes fix it",
+            "ray.address",
+            "is not the address of a cluster; write auto, HOST:PORT (e.g. 10.0.0.1:6379; ports are 1024 to 65535) or "
+            "ray://HOST:PORT, or null for a local Ray",
         )
+    yield from _idle(
+        config, "ray.object_store_mib", f"ray.address = {address} joins a running cluster, whose nodes fix it"
+    )
+
+
+def _is_ray_address(text: str) -> bool:
+    found = re.fullmatch(
+        r"(?:ray://)?(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?):([0-9]{1,5})", text
+    )
+    return found is not None and 1024 <= int(found[1]) <= 65535
 
 
 # ---- checkpoints ----------------------------------------------------------------------------------------------------
@@ -404,12 +598,36 @@ def _folder(config: RunConfig, key: str, engine: EngineConfig | None) -> Iterato
             f"{section}.max_model_len",
             f"is above the {facts.max_positions} positions of {folder.name} (max_position_embeddings); lower it",
         )
+    yield from _kv_cache(config, section, engine, facts)
     if engine is not None and facts.attention_heads and facts.attention_heads % engine.tensor_parallel_size:
         yield _problem(
             config,
             f"{section}.tensor_parallel_size",
             f"does not divide the {facts.attention_heads} attention heads of {folder.name}; change it",
         )
+
+
+def _kv_cache(config: RunConfig, section: str, engine: EngineConfig | None, facts: ModelFacts) -> Iterator[Problem]:
+    """vLLM starts only if one sequence of full length fits."""
+    if engine is None or engine.device != "cpu" or facts.kv_values_per_token is None:
+        return
+    size = facts.kv_values_per_token * (4 if engine.dtype == "float32" else 2) * engine.max_model_len / 2**30
+    if engine.kv_cache_gib < size:
+        yield _problem(
+            config,
+            f"{section}.kv_cache_gib",
+            f"is less than the {size:.3g} GiB of one sequence of {section}.max_model_len = {engine.max_model_len}; "
+            "raise it, or lower max_model_len",
+        )
+
+
+def run_folder(config: RunConfig) -> Iterator[Problem]:
+    """Where the run's folder cannot be made, whatever the rights."""
+    path = Path(config.output).absolute()
+    while not os.path.lexists(path) and path != path.parent:
+        path = path.parent
+    if not os.path.isdir(path):
+        yield _problem(config, "output", f"lies below {path}, which is no folder; give another one")
 
 
 RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
@@ -420,16 +638,20 @@ RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     token_budgets,
     time_budgets,
     grader_budget,
+    grader_mode,
+    canaries,
     engine_device,
     learner_device,
     grader_engine,
     grader_backend,
     remote_sandbox,
+    containers,
     worker_resources,
     sandboxes,
     mixing,
     evaluation,
     telemetry,
     ray_cluster,
+    run_folder,
     models,
 )

@@ -36,7 +36,9 @@ def _at_most(limit: int) -> AfterValidator:
 
     def check(value: float) -> float:
         if abs(value) > limit:
-            raise PydanticCustomError("too_large", "is beyond what any machine can do (the limit is {limit})", {"limit": limit})
+            raise PydanticCustomError(
+                "too_large", "is beyond what any machine can do (the limit is {limit})", {"limit": limit}
+            )
         return value
 
     return AfterValidator(check)
@@ -183,7 +185,9 @@ class RubricConfig(Section):
         if abs(total - 1.0) > 1e-9:
             raise ValueError(f"the five rubric weights sum to {total:g}; make them sum to 1")
         if not self.t1_first >= self.t1_rest >= self.t2_high >= self.t2_low >= self.t3:
-            factors = ", ".join(f"{key}={getattr(self, key):g}" for key in ("t1_first", "t1_rest", "t2_high", "t2_low", "t3"))
+            factors = ", ".join(
+                f"{key}={getattr(self, key):g}" for key in ("t1_first", "t1_rest", "t2_high", "t2_low", "t3")
+            )
             raise ValueError(f"factors must not rise in this order: {factors}; lower the later ones")
         return self
 
@@ -518,7 +522,7 @@ class GraderConfig(Section):
     """agent: the model works with tools over a workspace of the group; single: one prompt with the task and the
     patches, no tools."""
     scope: Literal["group", "candidate"] = "group"
-    """group: all candidates are seen together; candidate: each passing one is graded by itself, and the rubric ranks."""
+    """group: all candidates are seen together; candidate: each passing one is graded alone, and the rubric ranks."""
     style: Literal["compact", "full"] = "compact"
     """compact: the terse texts the shipped grader checkpoint was trained on (default of the vllm backend);
     full: explains the rubric and shows whole patches, for real language models (default of the endpoint backend)."""

@@ -5,6 +5,7 @@ Heavy imports happen inside the commands, so that help and `gagar config check` 
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -15,6 +16,9 @@ from configs.errors import ConfigError, GagarError
 from orchestrator import cli_grading
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from configs.problems import Problem
     from configs.schema import RunConfig
 
 EXIT_FAILURE = 1
@@ -72,7 +76,7 @@ def train(
         from orchestrator.plan import make_plan, render
 
         typer.echo(yaml.safe_dump(resolved(loaded), sort_keys=False))
-        typer.echo(render(make_plan(loaded)))
+        typer.echo(render(make_plan(loaded, resume=resume)))
         return
     from orchestrator.build import run_training
 
@@ -174,16 +178,24 @@ def show(config: Config, overrides: Overrides = None, arm: Arms = None) -> None:
 def _load(config: Path, overrides: list[str] | None, arms: list[Path] | None, name: str | None) -> RunConfig:
     """The checked RunConfig, its task sources included."""
     from configs.check import load_run
+
+    named = [] if name is None else [f"name={json.dumps(name)}"]
+    return load_run(config, [*(overrides or []), *named], arms or [], also=_task_sources).config
+
+
+def _task_sources(config: RunConfig) -> Iterator[Problem]:
+    """Settings that a source of tasks cannot serve."""
+    from configs.problems import Problem, show
     from envs.source import make_source
 
-    named = [] if name is None else [f"name={name}"]
-    loaded = load_run(config, [*(overrides or []), *named], arms or []).config
-    for source_name, source in loaded.sources.items():
+    for name, source in config.sources.items():
         try:
-            make_source(source_name, source)
+            make_source(name, source)
         except ConfigError as error:
-            raise ConfigError(f"{config}: {error}") from None
-    return loaded
+            place, _, message = str(error).removeprefix(f"sources.{name}.").partition(": ")
+            value = getattr(source, place, None)
+            shown = None if value is None else show(list(value) if isinstance(value, tuple) else value)
+            yield Problem(path=("sources", name, place), message=message, shown=shown)
 
 
 def _policy_folder(checkpoint: Path) -> Path:

@@ -6,6 +6,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from configs.errors import GagarError
 from configs.models import ModelFacts, read_facts
 from configs.schema import EngineConfig, RunConfig, VllmGraderBackend
 
@@ -47,10 +48,17 @@ class Plan:
     """All kept checkpoints together, about."""
     free_bytes: int
     """On the disk that holds the run folder."""
+    start: str
+    """Where it would start, in words."""
 
 
-def make_plan(config: RunConfig) -> Plan:
-    """The plan of a checked configuration. Raises OSError or ValueError if a model folder changed since the check."""
+def make_plan(config: RunConfig, *, resume: bool = False) -> Plan:
+    """The plan of a checked configuration.
+
+    Raises:
+        OSError, ValueError: a model folder changed since the check.
+        GagarError: there is nothing to resume, as the run itself would say.
+    """
     groups = sum(source.groups_per_step for source in config.sources.values())
     trajectories = groups * config.algorithm.group_size
     policy = read_facts(Path(config.learner.model))
@@ -72,7 +80,46 @@ def make_plan(config: RunConfig) -> Plan:
         run_dir=run_dir,
         checkpoint_bytes=one * min(config.checkpoint.keep, -(-config.steps // config.checkpoint.every_steps)),
         free_bytes=shutil.disk_usage(_existing(run_dir)).free,
+        start=_resumed(config, run_dir) if resume else _anew(run_dir),
     )
+
+
+def _anew(run_dir: Path) -> str:
+    if not run_dir.exists():
+        return "at step 0"
+    _refuse_running(run_dir)
+    return "at step 0; the earlier run of this name is kept under another name (--resume goes on with it)"
+
+
+def _resumed(config: RunConfig, run_dir: Path) -> str:
+    """Which checkpoint `--resume` goes on from. Only the run folder is read; nothing is changed in it."""
+    from orchestrator.checkpoint import Checkpoints
+    from orchestrator.runfiles import EVAL, read_jsonl, require_run
+
+    require_run(run_dir)
+    _refuse_running(run_dir)
+    checkpoint = Checkpoints(run_dir, keep=config.checkpoint.keep).latest()
+    if checkpoint is None:
+        return f"at step 0, because {run_dir} has no checkpoint yet; {config.steps} steps remain"
+    left = config.steps - checkpoint.step
+    if left > 0:
+        return f"resumed at step {checkpoint.step} from {checkpoint.path}; {left} of {config.steps} steps remain"
+    wanted = config.eval is not None and config.eval.after
+    if wanted and all(line["label"] != "after" for line in read_jsonl(run_dir / EVAL)):
+        return f"resumed at step {checkpoint.step} from {checkpoint.path}; only the last evaluation remains"
+    raise GagarError(
+        f"{run_dir}: nothing to resume: already at step {checkpoint.step} of {config.steps}; raise `steps` to train on"
+    )
+
+
+def _refuse_running(run_dir: Path) -> None:
+    from orchestrator.status import run_state
+
+    if run_state(run_dir) == "running":
+        raise GagarError(
+            f"{run_dir}: this run is still running (see `gagar status {run_dir}`); wait for it, stop it, or give "
+            "another --name"
+        )
 
 
 def _pools(config: RunConfig) -> list[PoolPlan]:
@@ -135,7 +182,7 @@ def _existing(path: Path) -> Path:
 
 def render(plan: Plan) -> str:
     """The plan as text, one fact a line."""
-    lines = [f"{plan.run_dir}: {plan.steps} steps"]
+    lines = [f"{plan.run_dir}: {plan.steps} steps", f"  {'start':16} {plan.start}"]
     lines += [
         f"  {pool.name:16} {pool.actors:>4} x {pool.each}"
         + (f" ({pool.cpus:g} CPUs, {pool.gpus:g} GPUs in all)" if pool.cpus or pool.gpus else "")

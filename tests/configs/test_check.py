@@ -10,10 +10,14 @@ import yaml
 
 from configs.check import load_run, resolved
 from configs.errors import ConfigError
+from configs.problems import Problem
 from configs.rules import RULES
 from configs.schema import RunConfig
 
 ENDPOINT = "grader={backend: {type: endpoint, base_url: 'https://host/v1', model: m}}"
+FULL = ("grader.style=full",)
+NATIVE = "grader={backend: {type: endpoint, base_url: 'https://host/v1', model: m%s}%s}"
+DOCKER = "rollout.sandbox={type: docker, image: %s, docker_args: [%s]}"
 CUDA_ENGINE = ("engine.device=cuda",)
 CUDA_LEARNER = ("learner.device=cuda",)
 CUDA = (*CUDA_ENGINE, *CUDA_LEARNER)
@@ -35,6 +39,125 @@ def test_the_base_of_these_tests_is_accepted(run_file: Path) -> None:
 
 
 ONE_PROBLEM: list[tuple[tuple[str, ...], str]] = [
+    # the grader's mode, tools and budget
+    *(
+        (
+            ("grader.mode=single", f"grader.{key}={value}"),
+            f"grader.{key} = {shown}: has no effect, because grader.mode = single has no tools; remove the key",
+        )
+        for key, value, shown in (
+            ("budget.turns", "5", "5"),
+            ("budget.tokens", "900", "900"),
+            ("budget.seconds", "5", "5.0"),
+            ("checks.limit", "2", "2"),
+            ("checks.timeout_s", "5", "5.0"),
+            ("checks.enabled", "false", "false"),
+            ("tool_output_chars", "500", "500"),
+            ("reference_patch", "true", "true"),
+        )
+    ),
+    (
+        ("grader.mode=single", "grader.sandbox={type: jail}"),
+        "grader.sandbox: has no effect, because grader.mode = single",
+    ),
+    (
+        (NATIVE % (", tool_calling: true", ", mode: single"),),
+        "grader.backend.tool_calling = true: has no effect, because grader.mode = single has no tools",
+    ),
+    (
+        (NATIVE % (", structured: json_object", ""),),
+        "grader.backend.structured = json_object: has no effect, because grader.backend.tool_calling = true",
+    ),
+    *(
+        (
+            (*FULL, "grader.checks.enabled=false", f"grader.{key}"),
+            f"grader.{shown}: has no effect, because grader.checks.enabled = false; remove the key",
+        )
+        for key, shown in (
+            ("checks.limit=2", "checks.limit = 2"),
+            ("checks.timeout_s=5", "checks.timeout_s = 5.0"),
+            ("sandbox={type: jail}", "sandbox"),
+        )
+    ),
+    (
+        ("grader.checks.limit=2",),
+        "grader.checks.limit = 2: has no effect, because grader.style = compact offers no commands; remove the key, or",
+    ),
+    (
+        ("grader.checks.enabled=true",),
+        "grader.checks.enabled = true: has no effect, because grader.style = compact offers no commands",
+    ),
+    ((*FULL, "grader.checks.timeout_s=120"), "grader.checks.timeout_s = 120.0: is not below grader.timeout_s = 120"),
+    (("grader.budget.seconds=120",), "grader.budget.seconds = 120.0: is not below grader.timeout_s = 120, which would"),
+    (
+        ("grader.budget.tokens=1024",),
+        "grader.budget.tokens = 1024: has no effect, because grader.backend.engine.max_model_len = 1024 is",
+    ),
+    (
+        ("grader.max_tokens=512",),
+        "grader.max_tokens = 512: leaves no room in grader.backend.engine.max_model_len = 1024 for a prompt and two",
+    ),
+    (
+        (NATIVE % ("", ", budget: {tokens: 700}"),),
+        "grader.max_tokens = 400: leaves no room in grader.budget.tokens = 700 for a prompt and two answers",
+    ),
+    (
+        (NATIVE % (", max_concurrency: 2", ", workers: 3"),),
+        "grader.backend.max_concurrency = 2: is below grader.workers = 3, of which each sends one request at least",
+    ),
+    (
+        (NATIVE % (", request_timeout_s: 121", ""),),
+        "grader.backend.request_timeout_s = 121.0: has no effect, because grader.timeout_s = 120 ends the group first",
+    ),
+    # canaries
+    (
+        ("grader.canaries.window=9",),
+        "grader.canaries.window = 9: has no effect, because grader.canaries.share = 0 turns canaries off; raise share",
+    ),
+    (("grader.canaries.alarm_below=0.5",), "grader.canaries.alarm_below = 0.5: has no effect"),
+    (
+        ("grader.canaries={share: 0.1, path: nowhere}",),
+        "nowhere: no such folder; give a folder of stored groups with labels (relative to the configuration file), or",
+    ),
+    # containers
+    *(
+        (
+            (DOCKER % ("python:3.11", arguments),),
+            f"rollout.sandbox.docker_args: holds what looks like a secret ({name}=...), which would stand in the run "
+            f"folder; write -e {name}, which passes the variable on from the environment",
+        )
+        for arguments, name in (
+            ("-e, API_KEY=abc", "API_KEY"),
+            ("--env=GITHUB_TOKEN=abc", "GITHUB_TOKEN"),
+            ("-eDB_PASSWORD=abc", "DB_PASSWORD"),
+            ("-e, MY_SECRET=abc", "MY_SECRET"),
+            ("--env, AWS_CREDENTIALS=abc", "AWS_CREDENTIALS"),
+        )
+    ),
+    (
+        (DOCKER % ("python:3.11", "-e, PROXY=http://u:p@h"),),
+        "rollout.sandbox.docker_args: holds what looks like a secret, which would stand in the run folder",
+    ),
+    (
+        ("grader.style=full", "grader.sandbox={type: docker, image: a, docker_args: [-e, A_KEY=b]}"),
+        "grader.sandbox.docker_args: holds what looks like a secret (A_KEY=...)",
+    ),
+    (
+        (DOCKER % ("python:3.11", "--network=none"),),
+        "rollout.sandbox.docker_args = [--network=none]: cuts the sandbox's server off (--network=none)",
+    ),
+    ((DOCKER % ("--privileged", ""),), "rollout.sandbox.image = --privileged: is not the name of an image; give e.g."),
+    ((DOCKER % ("u:p@host/image", ""),), "rollout.sandbox.image: may hold a secret; give the bare name"),
+    (
+        ("rollout.sandbox={type: remote, hosts: ['http://a:1', 'http://a:1']}",),
+        "rollout.sandbox.hosts = ['http://a:1', 'http://a:1']: names http://a:1 twice",
+    ),
+    # the run's folder, and Ray
+    (("ray.address=host",), "ray.address = host: is not the address of a cluster; write auto, HOST:PORT (e.g. 10."),
+    (("ray.address=http://h:6379",), "ray.address = http://h:6379: is not the address of a cluster"),
+    (("ray.address=h:80",), "ray.address = h:80: is not the address of a cluster"),
+    (("ray.address=h:99999",), "ray.address = h:99999: is not the address of a cluster"),
+    (("ray.address=local",), "ray.address = local: starts a Ray of its own, as null does; write address: null"),
     # secrets, addresses, resources
     (
         (ENDPOINT, "grader.backend.api_key_env=sk-proj-1"),
@@ -69,6 +192,7 @@ ONE_PROBLEM: list[tuple[tuple[str, ...], str]] = [
     (("sources.a/b={type: files, groups_per_step: 1}",), "sources.a/b: is not a usable name"),
     (("algorithm.min_valid=7",), "algorithm.min_valid = 7: is above algorithm.group_size = 6"),
     (("scheduler.max_inflight_groups=2",), "scheduler.max_inflight_groups = 2: is below the 3 groups of one batch"),
+    (("sources.code.kinds=[boundary, boundary]",), "sources.code.kinds = [boundary, boundary]: names boundary twice"),
     # modes and graders
     (
         ("algorithm.mode=discount", "algorithm.lambda_max=1.2"),
@@ -194,6 +318,31 @@ ONE_PROBLEM: list[tuple[tuple[str, ...], str]] = [
         "rollout.sandbox: has no effect, because only single-turn sources are used; remove the key",
     ),
     (
+        ("sources={chat: {type: arith, groups_per_step: 1}}", "grader=null", "eval=null", "rollout.limits.max_turns=3"),
+        "rollout.limits.max_turns = 3: has no effect, because only single-turn sources are used",
+    ),
+    (
+        (
+            "sources={chat: {type: arith, groups_per_step: 1}}",
+            "grader=null",
+            "eval=null",
+            "rollout.action_format=fenced",
+        ),
+        "rollout.action_format = fenced: has no effect, because only single-turn sources are used",
+    ),
+    (
+        ("sources={chat: {type: arith, groups_per_step: 1}}", "grader=null", "eval=null", "algorithm.lambda_max=2"),
+        "algorithm.lambda_max = 2.0: has no effect, because no code source has a quota",
+    ),
+    (
+        ("sources={chat: {type: arith, groups_per_step: 1}}", "grader=null", "eval=null", "algorithm.rubric.t3=0.1"),
+        "algorithm.rubric: has no effect, because no code source has a quota",
+    ),
+    (
+        ("sources.chat.groups_per_step=0", "scheduler.alpha=0.3"),
+        "scheduler.alpha = 0.3: has no effect, because only one source has a quota; remove the key",
+    ),
+    (
         ("sources={code: {type: minirepo, groups_per_step: 1}}", "scheduler.alpha=0.3"),
         "scheduler.alpha = 0.3: has no effect, because there is only one source; remove the key",
     ),
@@ -226,6 +375,21 @@ def test_refused_with_one_line(run_file: Path, overrides: tuple[str, ...], expec
         ("loss.objective={name: ppo_clip, dual_clip: 2}", "loss.aggregation=token_mean"),
         ("rollout.sandbox={type: remote, hosts: ['http://a:1']}",),
         ("ray.address=auto",),
+        ("ray.address=10.0.0.1:6379",),
+        ("ray.address='[::1]:6379'",),
+        ("ray.address=ray://head:10001", "ray.object_store_mib=null"),
+        ("ray.object_store_mib=75",),
+        ("grader.mode=single",),
+        ("grader.mode=single", "grader.scope=candidate", "grader.second_pass=true", "grader.repair_rounds=0"),
+        ("grader.budget={turns: 6, tokens: 900, seconds: 60}", "grader.alarms.window=9"),
+        (*FULL, "grader.checks={limit: 2, timeout_s: 5}", "grader.sandbox={type: jail}", "grader.tool_output_chars=99"),
+        ("grader.checks.enabled=false",),
+        ("grader.canaries={share: 0.1, window: 5, alarm_below: 0.5}",),
+        ("grader.canaries={share: 0.1, path: policy}",),
+        (NATIVE % (", structured: json_object, tool_calling: false, prices: {prompt_usd_per_mtok: 3}", ""),),
+        (NATIVE % (", structured: json_object", ", mode: single"),),
+        (DOCKER % ("python@sha256:0123", "-e, API_KEY, --env=TOKENIZERS_PARALLELISM=false, --env-file=keys.env"),),
+        ("output=~/runs",),
     ],
 )
 def test_combinations_that_run(run_file: Path, overrides: tuple[str, ...]) -> None:
@@ -288,7 +452,7 @@ def test_every_rule_is_exercised_above(run_file: Path) -> None:
         run_file,
     ).config
     assert all(list(rule(config)) == [] for rule in RULES)
-    assert len({rule.__name__ for rule in RULES}) == len(RULES) == 19
+    assert len({rule.__name__ for rule in RULES}) == len(RULES) == 23
 
 
 @pytest.mark.parametrize(
@@ -299,6 +463,11 @@ def test_every_rule_is_exercised_above(run_file: Path) -> None:
         ("algorithm.mode=outcome", "grader=null"),
         (*CUDA_ENGINE, *CUDA_LEARNER),
         ("telemetry.wandb.mode=disabled", "ray.address=auto"),
+        ("grader.mode=single",),
+        (*FULL, "grader.checks.enabled=false"),
+        ("grader.canaries.share=0.1",),
+        (NATIVE % ("", ""),),
+        ("sources={chat: {type: arith, groups_per_step: 1}}", "grader=null", "eval=null"),
     ],
 )
 def test_what_is_kept_of_a_run_can_be_run_again_and_means_the_same(run_file: Path, overrides: tuple[str, ...]) -> None:
@@ -337,3 +506,48 @@ def test_a_strange_architecture_is_no_crash(run_file: Path) -> None:
 def test_a_path_that_is_too_long_is_no_folder(run_file: Path) -> None:
     [line] = refusals(run_file, f"engine.model=/{'a' * 5000}", f"learner.model=/{'a' * 5000}")
     assert "no such folder" in line
+
+
+def test_a_secret_is_not_repeated(run_file: Path) -> None:
+    for override in (
+        DOCKER % ("python:3.11", "-e, API_KEY=hunter-2"),
+        "rollout.sandbox={type: docker, image: a, docker_args: -e API_KEY=hunter-2}",
+        "rollout.sandbox={type: docker, image: a, password: hunter-2}",
+        "grader.backend.api_key=hunter-2",
+        ENDPOINT.replace("model: m", "model: m, api_key_env: hunter-2"),
+        "grader.backend.base_url=https://me:hunter-2@host/v1",
+    ):
+        with pytest.raises(ConfigError) as caught:
+            load_run(run_file, [override])
+        assert "hunter-2" not in str(caught.value)
+
+
+def test_a_cache_too_small_for_one_sequence(run_file: Path) -> None:
+    described = json.loads((run_file.parent / "policy" / "config.json").read_text())
+    described |= {"num_hidden_layers": 4, "hidden_size": 128, "num_key_value_heads": 2}
+    (run_file.parent / "policy" / "config.json").write_text(json.dumps(described))
+    # 2 x 4 layers x 2 heads x 32 = 512 numbers of 4 bytes a token, 1024 tokens: 2 MiB = 0.00195 GiB.
+    assert load_run(run_file, ["engine.kv_cache_gib=0.002"]).config.name == "test"
+    [line] = refusals(run_file, "engine.kv_cache_gib=0.0019")
+    assert line.startswith("engine.kv_cache_gib = 0.0019: is less than the 0.00195 GiB of one sequence of engine.max_")
+    assert load_run(run_file, ["engine.kv_cache_gib=0.001", "engine.dtype=bfloat16"]).config.name == "test"
+
+
+def test_an_empty_folder_of_canaries(run_file: Path) -> None:
+    (run_file.parent / "groups").mkdir()
+    [line] = refusals(run_file, "grader.canaries={share: 0.1, path: groups}")
+    assert line.endswith(f"path = {run_file.parent / 'groups'}: is empty; give a folder of stored groups with labels")
+
+
+def test_one_more_rule_comes_with_the_others(run_file: Path) -> None:
+    more = Problem(path=("sources", "code", "kinds"), message="is odd; change it")
+    with pytest.raises(ConfigError) as caught:
+        load_run(run_file, ["eval.source=x"], also=lambda _: [more])
+    assert [line.split(": ", 1)[1] for line in str(caught.value).splitlines()[2:]] == [
+        "sources.code.kinds: is odd; change it"
+    ]
+
+
+def test_an_output_folder_below_a_file(run_file: Path) -> None:
+    [line] = refusals(run_file, f"output={run_file}/runs")
+    assert line.endswith(f"output = {run_file}/runs: lies below {run_file}, which is no folder; give another one")

@@ -84,7 +84,9 @@ def test_an_arm_of_another_type_replaces_the_section(run_file: Path) -> None:
 def test_a_mistake_in_an_arm_names_the_arm_and_its_line(run_file: Path) -> None:
     arm = run_file.parent / "arm.yaml"
     arm.write_text("algorithm:\n  mode: discount\n  group_size: one\n")
-    assert message(run_file, arms=(arm,)).startswith(f"{arm}:3: algorithm.group_size = one: must be a valid integer")
+    assert message(run_file, arms=(arm,)).startswith(
+        f"{arm}:3: algorithm.group_size = one: must be a whole number of at least 2"
+    )
 
 
 def test_anchors_and_merge_keys_work(run_file: Path) -> None:
@@ -98,10 +100,13 @@ def test_anchors_and_merge_keys_work(run_file: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("steps=0", "steps = 0: must be greater than 0"),
-        ("steps=two", "steps = two: must be a valid integer"),
-        ("algorithm.group_size=1", "algorithm.group_size = 1: must be greater than or equal to 2"),
-        ("learner.zero_stage=4", "learner.zero_stage = 4: must be less than or equal to 3"),
+        ("steps=0", "steps = 0: must be a whole number above 0; raise it"),
+        ("steps=two", "steps = two: must be a whole number above 0; write e.g. steps: 1"),
+        (
+            "algorithm.group_size=1",
+            "algorithm.group_size = 1: must be a whole number of at least 2; raise it (default 6)",
+        ),
+        ("learner.zero_stage=4", "learner.zero_stage = 4: must be a whole number from 0 to 3; lower it (default 0)"),
         ("algorithm.mode=outcom", "algorithm.mode = outcom: not a choice; did you mean outcome?"),
         ("engine.dtype=int8", "engine.dtype = int8: not a choice; choose one of 'float32', 'bfloat16' or 'float16'"),
         ("sources.chat.type=arit", "sources.chat.type = arit: unknown type; did you mean arith?"),
@@ -119,9 +124,12 @@ def test_anchors_and_merge_keys_work(run_file: Path) -> None:
             "grader.backend.engine.modle=x",
             "grader.backend.engine.modle = x: unknown key; did you mean grader.backend.engine.model?",
         ),
-        ("rollout.sandbox={type: remote, hosts: []}", "rollout.sandbox.hosts = []: must have at least 1 item"),
+        (
+            "rollout.sandbox={type: remote, hosts: []}",
+            "rollout.sandbox.hosts = []: must be a list of one value or more, each text; write e.g. hosts: [some-text]",
+        ),
         ("eval=3", "eval = 3: must be a section"),
-        ("name=a/b", "name = a/b: must match pattern"),
+        ("name=a/b", "name = a/b: may hold only the letters A-Z and a-z, digits"),
         (
             "algorithm.length_penalty={full_excess: 0.5, free_excess: 1}",
             "algorithm.length_penalty: full_excess=0.5 must be above free_excess=1.0; raise full_excess",
@@ -148,7 +156,7 @@ def test_every_mistake_is_in_one_message(run_file: Path) -> None:
     run_file.write_text(run_file.read_text().replace("steps: 2", "steps: -1").replace("groups_per_step: 1", "quota: 1"))
     lines = message(run_file, "learner.dtype=f32").splitlines()
     assert lines[0] == f"{run_file} has 4 problems:"
-    assert lines[1] == f"  {run_file}:2: steps = -1: must be greater than 0; change the value"
+    assert lines[1] == f"  {run_file}:2: steps = -1: must be a whole number above 0; raise it"
     assert lines[2] == f"  {run_file}:5: sources.chat.groups_per_step: is required; add it"
     assert lines[3].startswith(
         f"  {run_file}:7: sources.chat.quota = 1: unknown key; remove it; known here: groups_per_"
@@ -203,12 +211,15 @@ def test_a_missing_file_and_a_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("steps=true", "steps = true: must be a number, not true or false"),
+        ("steps=true", "steps = true: must be a whole number above 0"),
         ("learner.optimizer.lr=.inf", "learner.optimizer.lr = .inf: must be a finite number"),
         ("rollout.sampling.temperature=.inf", "rollout.sampling.temperature = .inf: must be a finite number"),
-        ("learner.optimizer.betas=[0.9, 1.0]", "learner.optimizer.betas.1 = 1.0: must be less than 1"),
-        ("seed=-1", "seed = -1: must be greater than or equal to 0"),
-        ("seed=2147483648", "seed = 2147483648: must be less than 2147483648"),
+        (
+            "learner.optimizer.betas=[0.9, 1.0]",
+            "learner.optimizer.betas.1 = 1.0: must be a finite number of at least 0 and below 1; lower it",
+        ),
+        ("seed=-1", "seed = -1: must be a whole number of at least 0 and below 2147483648; raise it"),
+        ("seed=2147483648", "seed = 2147483648: must be a whole number of at least 0 and below 2147483648; lower it"),
         ("engine.model=~no-such-user/x", "is not a usable path"),
         ("rollout.sandbox={type: jail, type: docker}", "rollout.sandbox.type is given twice"),
     ],

@@ -66,7 +66,9 @@ def test_a_configuration_that_cannot_run_is_one_message_and_exit_code_2(run_file
     done = gagar("train", str(run_file), "steps=none")
     assert done.returncode == 2
     assert done.stdout == ""
-    assert done.stderr.startswith(f"gagar: {run_file}, override 'steps=none': steps = none: must be a valid integer")
+    assert done.stderr.startswith(
+        f"gagar: {run_file}, override 'steps=none': steps = 'none': must be a whole number above 0"
+    )
     assert "Traceback" not in done.stderr
 
 
@@ -96,10 +98,37 @@ def test_dry_run_prints_what_would_start(complete: Path, monkeypatch: pytest.Mon
     result = CliRunner().invoke(cli.app, ["train", str(complete), "--name", "mine", "--dry-run", "steps=7"])
     assert result.exit_code == 0, result.output
     shown, plan = result.output.split("\nruns/mine: 7 steps\n")
+    assert plan.startswith("  start            at step 0\n")
     assert yaml.safe_load(shown)["name"] == "mine"
     assert "LlamaForCausalLM, 2,000 parameters" in plan
     assert "1 groups, 6 trajectories, at most 6,144 tokens" in plan
     assert not (complete.parent / "runs").exists()
+
+
+def test_a_bug_kind_that_does_not_exist_is_found_with_the_rest_and_its_line(run_file: Path) -> None:
+    text = run_file.read_text().replace(
+        "sources: {chat:", "sources:\n  code: {type: minirepo, groups_per_step: 1, kinds: [typo]}\n  chat: {"
+    )
+    run_file.write_text(text.replace("chat: { {", "chat: {").replace("groups_per_step: 1}}", "groups_per_step: 1}"))
+    done = gagar("config", "check", str(run_file), "algorithm.mode=outcome")
+    assert done.returncode == 2
+    said = done.stderr.splitlines()
+    assert f"  {run_file}:6: engine.model = {run_file.parent / 'policy'}: no such folder" in done.stderr
+    assert said[-1].startswith(f"  {run_file}:4: sources.code.kinds = [typo]: unknown bug kind 'typo'; choose from ")
+    again = gagar("config", "check", str(run_file), "sources.code.kinds=[typo]")
+    assert f"{run_file}, override 'sources.code.kinds=[typo]': sources.code.kinds = [typo]: unknown" in again.stderr
+
+
+def test_a_name_of_digits_is_a_name(complete: Path) -> None:
+    result = CliRunner().invoke(cli.app, ["train", str(complete), "--dry-run", "--name", "2024"])
+    assert result.exit_code == 0, result.output
+    assert "runs/2024: 2 steps" in result.output
+
+
+def test_sft_and_arms_point_at_files_of_their_kind(complete: Path) -> None:
+    assert "configs/sft/policy.yaml" in gagar("sft", str(complete.parent / "none.yaml")).stderr
+    arm = gagar("config", "check", str(complete), "--arm", str(complete.parent / "none.yaml"))
+    assert "configs/arms/outcome.yaml" in arm.stderr
 
 
 def test_config_show_can_be_run_again(complete: Path) -> None:
