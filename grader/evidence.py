@@ -79,7 +79,7 @@ class CheckResult:
     """A command that the grader ran in its own sandbox (M2.1)."""
 
     number: int
-    """1-based, counted per group: what "run:N" names."""
+    """1-based, counted per dialogue with the model: together with the candidate, what "run:N" names."""
     candidate: str
     """Label of the candidate whose patch was applied."""
     command: str

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from typing import Any
 
 import pytest
 from bad_verdicts import CORPUS, GROUP, TEXT, BadVerdict, bad_request
@@ -28,13 +29,25 @@ OF_THE_VERDICT = set(FallbackReason) - {
 every_one = pytest.mark.parametrize("bad", CORPUS, ids=[bad.name for bad in CORPUS])
 
 
-async def reply_to(bad: BadVerdict, repair_rounds: int = 0) -> GradeReply:
+IN_A_CALL = [bad for bad in CORPUS if bad.text.startswith("{") and bad.text.endswith("}") and bad.text != "{}"]
+"""Those that can be the arguments of an agent's `verdict` call."""
+TAKEN_FROM_A_CALL = {
+    "no hacks": None,  # a call may leave them out
+    "no candidates": FallbackReason.MISSING_CANDIDATE,  # they may all have been judged before
+    "candidates as null": FallbackReason.MISSING_CANDIDATE,
+    "a candidate as null": FallbackReason.MISSING_CANDIDATE,
+}
+"""Where a call is read otherwise than a whole verdict: judgements filed before stand in for what it leaves out."""
+
+
+async def reply_to(bad: BadVerdict, text: str | None = None, **changes: Any) -> GradeReply:
     """What a real worker replies when its model answers with this, every time."""
     request, transcripts = bad_request()
+    said = bad.text if text is None else text
     model = ScriptedModel(
-        lambda prompt, n: Completion(text=bad.text, complete=bad.complete, prompt_tokens=1, completion_tokens=1)
+        lambda prompt, n: Completion(text=said, complete=bad.complete, prompt_tokens=1, completion_tokens=1)
     )
-    worker = GraderWorker(grader_config(mode="single", repair_rounds=repair_rounds), RUBRIC, model=model)
+    worker = GraderWorker(grader_config(**{"mode": "single", "repair_rounds": 0, **changes}), RUBRIC, model=model)
     return accept(request, await worker.grade(request, *transcripts))
 
 
@@ -90,6 +103,20 @@ async def test_a_model_that_insists_gets_nowhere() -> None:
     for bad in CORPUS:
         reply = await reply_to(bad, repair_rounds=1)
         assert (reply.grade, reply.fallback_reason, reply.turns) == (None, bad.reason, 2), bad.name
+
+
+@pytest.mark.parametrize("repair_rounds", [0, 1])
+async def test_an_agent_gets_no_further_with_them(repair_rounds: int) -> None:
+    """The same in a call: the tools around it change nothing."""
+    assert len(IN_A_CALL) > 140
+    for bad in IN_A_CALL:
+        text = f'{{"calls":[{{"tool":"verdict",{bad.text[1:]}]}}'
+        reply = await reply_to(bad, text, mode="agent", repair_rounds=repair_rounds, budget={"turns": 2})
+        reason = TAKEN_FROM_A_CALL.get(bad.name, bad.reason)
+        assert (bad.name, reply.fallback_reason) == (bad.name, reason)
+        assert (reply.grade is None) == (reason is not None)
+        if reason is not None:
+            assert_no_advantage_moved(reply)
 
 
 async def test_the_same_worker_grades_what_is_valid() -> None:
