@@ -35,11 +35,14 @@ class Canary:
 
 
 def builtin_canaries(seed: int, rubric: RubricConfig) -> SupplyCanary:
-    """Groups of scripted solutions to held-out minirepo tasks; they do not repeat."""
+    """Groups of scripted solutions to held-out minirepo tasks; they do not repeat.
+
+    Some pass and some fail, and at least three pass that are of different quality: else there is little to get wrong.
+    """
     source = MinirepoTasks("canary", MinirepoSource(type="minirepo", groups_per_step=0))
 
     def supply(number: int) -> StoredGroup:
-        example = grader_example(source, Split.HELDOUT, number, seed, rubric)
+        example = grader_example(source, Split.HELDOUT, number, seed, rubric, group_size=(5, 8), passing=3, ranks=3)
         group = example.group
         known = {c.trajectory.trajectory_id: example.labels[c.label] for c in group.passing}
         return StoredGroup(

@@ -139,16 +139,23 @@ def grader_example(
     rubric: RubricConfig | None = None,
     *,
     group_size: tuple[int, int] = (4, 8),
+    passing: int = 1,
+    ranks: int = 1,
 ) -> GraderExample:
     """Example `number` >= 0 of `grader_examples`, which depends on no other.
+
+    Args:
+        passing: candidates that pass, at least; fewer than the smallest group holds.
+        ranks: different places in the right ranking, at least.
 
     Raises:
         ValueError: as `grader_examples`.
     """
     rng = random.Random(f"grader/{source.name}/{split.value}/{seed}/{number}")
-    while (example := _example(source, split, rng, rubric or RubricConfig(), group_size)) is None:
-        pass
-    return example
+    while True:
+        example = _example(source, split, rng, rubric or RubricConfig(), group_size, passing)
+        if example is not None and len(example.ranking) >= ranks:
+            return example
 
 
 def _example(
@@ -157,6 +164,7 @@ def _example(
     rng: random.Random,
     rubric: RubricConfig,
     group_size: tuple[int, int],
+    least: int,
 ) -> GraderExample | None:
     """One group, or None if this task has no passing or no failing solution."""
     task = source.task(split, rng.randrange(_TASK_INDICES))
@@ -165,7 +173,7 @@ def _example(
     if not passing or not failing:
         return None
     size = rng.randint(*group_size)
-    good = rng.randint(1, size - 1)
+    good = rng.randint(least, size - 1)
     chosen = [_draw(passing, rng) for _ in range(good)] + [rng.choice(failing) for _ in range(size - good)]
     chosen = [_remarked(s, split, rng) if rng.random() < _REMARK_SHARE else s for s in chosen]
     rng.shuffle(chosen)

@@ -15,7 +15,7 @@ from envs.task import ExpertSource, Split
 from grader.agent import AgentBudget, run_agent
 from grader.client import ScriptedModel
 from grader.demonstration import Way, answers, demonstrate
-from grader.examples import GraderExample, grader_examples
+from grader.examples import GraderExample, grader_example, grader_examples
 from grader.exchange import GradeRequest, base_state_of
 from grader.prompt import opening
 from grader.rubric import Tier, weighted_score
@@ -76,6 +76,14 @@ def test_identical_patches_get_identical_scores_and_tie() -> None:
                     assert example.labels[a.label].scores == example.labels[b.label].scores
                     assert place[a.label] == place[b.label]
     assert pairs > 10
+
+
+def test_groups_can_be_asked_to_be_varied() -> None:
+    for number in range(10):
+        example = grader_example(source(), Split.HELDOUT, number, 5, group_size=(5, 8), passing=3, ranks=3)
+        passing = len(example.group.passing)
+        assert 3 <= passing < len(example.group.candidates) <= 8
+        assert len({label.scores for label in example.labels.values()}) >= 3
 
 
 def test_a_script_that_arrives_at_the_clean_patch_is_judged_as_clean() -> None:
