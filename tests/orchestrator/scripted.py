@@ -217,13 +217,15 @@ class Run:
         grader_pool: type[ScriptedPool] = ScriptedPool,
         learner: ScriptedLearner | None = None,
         scheduler: type[Scheduler] = Scheduler,
+        telemetry: Any = None,
+        observer: Any = None,
     ) -> None:
-        """With `grader.canaries` in the configuration, as build.py makes them."""
+        """With `grader.canaries` in the configuration, as build.py makes them. `observer` None: the run itself."""
         self.config = config
         self.rollout = pool(rollout, slots=8, delay_s=rollout_delay_s)
         self.grader = grader_pool(grade, slots=grade_slots, delay_s=grade_delay_s)
         self.learner = learner or ScriptedLearner()
-        self.telemetry = ScriptedTelemetry()
+        self.telemetry = telemetry or ScriptedTelemetry()
         self.ledger = Ledger()
         self.audit = JsonlFile(run_dir / "groups.jsonl", sync=False)
         self.steps: list[int] = []
@@ -249,7 +251,7 @@ class Run:
             audit=self.audit,
             checkpoints=Checkpoints(run_dir, keep=1),
             telemetry=cast(Any, self.telemetry),
-            observer=self,
+            observer=observer or self,
         )
 
     def on_step(self, scheduler: Scheduler, record: Any, stats: Any) -> None:

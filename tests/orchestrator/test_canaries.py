@@ -12,11 +12,11 @@ from typing import Any, cast
 
 import pytest
 from rich.console import Console
-from run_folder import canary_line
+from run_folder import STATS, canary_line
 from scripted import Run, ScriptedLearner, ScriptedPool, TranscriptPool, run_config, trajectory, transcript
 from scripted import ScriptedSource as Source
 
-from configs.schema import CanaryConfig, GraderConfig, RubricConfig, RunConfig
+from configs.schema import CanaryConfig, GraderConfig, RubricConfig, RunConfig, WandbConfig
 from envs.task import Split, TaskKind
 from grader.canary import Canary, builtin_canaries, canary_record, stored_canaries
 from grader.exchange import GradeReply, GradeRequest, base_state_of, lost_reply
@@ -27,11 +27,13 @@ from grader.verdict import CandidateVerdict, FallbackReason
 from infra.errors import StorageError
 from infra.pool import ActorLost
 from infra.sinks import JsonlFile
+from infra.telemetry import Telemetry
 from orchestrator.alarms import Alarm, GraderWatch
 from orchestrator.canaries import Canaries, make_canaries
 from orchestrator.checkpoint import LOGS
 from orchestrator.observer import RunObserver
 from orchestrator.progress import Progress
+from orchestrator.status import print_status
 
 RUBRIC = RubricConfig()
 KNOWN = {
@@ -413,6 +415,42 @@ def test_the_window_over_canaries_survives_a_resume_and_an_alarm_that_is_still_o
     assert watch.scalars()["canary/tier_agreement"] == 0.0 and watch.scalars()["alarm/canary_agreement"] == 1.0
     (again,) = watch.canary(canary_line(1.0, None))
     assert again.on and "33%" in again.text
+
+
+def test_a_runs_metrics_and_status_hold_the_graders_figures(tmp_path: Path) -> None:
+    """Through the real observer: every step's line has them, and an alarm is seen wherever a person looks."""
+
+    class MeasuredLearner(PatientLearner):
+        async def train_step(self, items: Any) -> Any:
+            await super().train_step(items)
+            return STATS
+
+    def sour(request: GradeRequest, *transcripts: Any) -> GradeReply:
+        return lost_reply(request, "no", run_s=0.0)
+
+    config = with_canaries(tmp_path / "known").model_copy(
+        update={"grader": grader_config(canaries={"share": 0.5, "path": str(tmp_path / "known")}, alarms={"window": 2})}
+    )
+    run_dir = tmp_path / "run"
+    telemetry = Telemetry(run_dir, wandb=WandbConfig(mode="disabled"), config={})
+    out = io.StringIO()
+    observer = RunObserver(config, run_dir, telemetry, Progress(3, 10.0, console=Console(file=out, width=300)))
+    learner = MeasuredLearner()
+    learner.run = Run(
+        run_dir, config, pool=TranscriptPool, learner=learner, grade=sour, telemetry=telemetry, observer=observer
+    )
+    learner.run.go()
+    observer.on_tick(learner.run.scheduler, 0.0)
+    metrics = lines(run_dir / "metrics.jsonl")
+    assert [m["alarm/fallback_rate"] for m in metrics] == [1.0, 1.0, 1.0]
+    assert [m["grader/fallback_rate"] for m in metrics] == [1.0, 1.0, 1.0]
+    assert 3 <= sum(m["canary/graded"] for m in metrics) <= len(lines(run_dir / "canaries.jsonl"))
+    assert "canary/tier_agreement" not in metrics[-1], "no canary got a verdict"
+    assert out.getvalue().count("ALARM fallback_rate: ") == 1
+    assert json.loads((run_dir / "status.json").read_text())["snapshot"]["alarms"] == ["fallback_rate"]
+    shown = io.StringIO()
+    print_status(run_dir, console=Console(file=shown, width=200))
+    assert "fallback_rate" in shown.getvalue()
 
 
 def test_an_alarm_is_one_line_on_the_console_and_an_alert(tmp_path: Path) -> None:

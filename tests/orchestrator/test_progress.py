@@ -13,6 +13,8 @@ from orchestrator.progress import (
     SourceLoad,
     clock_text,
     end_table,
+    progress_line,
+    render,
     stall_message,
     summary_rows,
 )
@@ -85,6 +87,15 @@ def test_on_a_terminal_the_display_holds_pools_states_and_rewards() -> None:
     for text in ("step 2/12", "30/48 busy", "1/4 busy", "waiting 7 s", "cap rate 12%", "1/4", "0.50"):
         assert text in shown
     assert "[0:00] [bold]not markup[/bold]" in shown
+
+
+def test_an_alarm_stays_in_sight_while_it_is_on() -> None:
+    line = progress_line(snapshot(alarms=("canary_agreement", "fallback_rate")), 1.0)
+    assert line.endswith("cap 12% | ALARM canary_agreement, fallback_rate")
+    assert "ALARM" not in progress_line(snapshot(), 1.0)
+    out, console = plain()
+    console.print(render(snapshot(alarms=("fallback_rate",)), 1.0))
+    assert "ALARM fallback_rate" in out.getvalue()
 
 
 def test_clock_text() -> None:
