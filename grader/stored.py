@@ -80,7 +80,7 @@ _ADAPTER = TypeAdapter(StoredGroup)
 
 def archive_path(folder: Path, group_id: str) -> Path:
     """Where an archive folder keeps a group."""
-    return folder / f"{quote(group_id, safe='')}{ARCHIVE_SUFFIX}"
+    return folder / f"{quote(group_id, safe='', errors='surrogatepass')}{ARCHIVE_SUFFIX}"
 
 
 def write_archive(folder: Path, group: StoredGroup) -> Path:

@@ -119,7 +119,7 @@ def gradings_of(group: StoredGroup, seed: int, *, repeat: int, permute: bool) ->
 
 def default_order_seed(config: RunConfig, group_id: str) -> int:
     """Depends on the group alone, so that --limit and resuming change nothing."""
-    return zlib.crc32(f"{config.seed}/{group_id}".encode("utf-8", "replace")) & 0x7FFFFFFF
+    return zlib.crc32(f"{config.seed}/{group_id}".encode("utf-8", "surrogatepass")) & 0x7FFFFFFF
 
 
 async def grade_groups(

@@ -15,17 +15,21 @@ from typing import Any
 
 from infra.errors import StorageError
 from infra.spans import CHECKPOINT, GRADE, LEARN, PUBLISH, ROLLOUT
+from orchestrator.archive import read_archived
+from orchestrator.browse import group_lists, to_show
+from orchestrator.candidate_page import visible
 from orchestrator.charts import Chart, line_chart, stacked_bars, timeline
+from orchestrator.group_view import SCORES, GroupView, group_view
 from orchestrator.progress import summary_rows
-from orchestrator.runfiles import CONFIG, EVAL, GROUPS, METRICS, SPANS, read_jsonl, read_spans, require_run
+from orchestrator.runfiles import ARCHIVE, CONFIG, EVAL, GROUPS, METRICS, SPANS, read_jsonl, read_spans, require_run
 
 MAX_GROUPS = 200
 """Groups listed, the newest first; all of them are in groups.jsonl."""
+MAX_PAGE_CHARS = 20_000_000
+"""Size of the groups shown in full, about."""
 TIMELINE_STEPS = 3
 TIMELINE_S = 120.0
 """Length of the timeline of a run that has not finished a step."""
-
-SCORES = ("approach", "precision", "minimality", "side_effects", "consistency")
 
 Row = Mapping[str, Any]
 
@@ -36,21 +40,16 @@ def write_report(run_dir: Path) -> Path:
     Raises:
         StorageError: the folder is not a run, its files are damaged, or the report cannot be written.
     """
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
     require_run(run_dir)
     metrics = read_jsonl(run_dir / METRICS)
     groups = read_jsonl(run_dir / GROUPS)
     evals = read_jsonl(run_dir / EVAL)
     config = run_dir / CONFIG
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent / "templates"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    page = environment.get_template("report.html.j2").render(
+    lists = group_lists(groups)
+    chosen = to_show(lists)
+    views = _views(run_dir, chosen)
+    page = render_page(
+        "report.html.j2",
         name=run_dir.name,
         made=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         steps=len(metrics),
@@ -58,17 +57,83 @@ def write_report(run_dir: Path) -> Path:
         charts=[c for c in (*step_charts(metrics), occupancy(run_dir, metrics)) if c is not None],
         evals=evals,
         scalars=first_and_last(metrics),
+        lists=lists,
+        anchors={record["group_id"]: view.anchor for record, view in zip(chosen, views, strict=False)},
+        views=views,
+        hidden=len({e.record["group_id"] for one in lists for e in one.entries}) - len(views),
+        folder=run_dir,
         groups=[group_row(g) for g in reversed(groups[-MAX_GROUPS:])],
         groups_total=len(groups),
         config=config.read_text(encoding="utf-8", errors="replace") if config.is_file() else "",
     )
-    path, part = run_dir / "report.html", run_dir / ".report.html.part"
+    return write_page(run_dir / "report.html", page)
+
+
+def write_group_page(path: Path, view: GroupView) -> Path:
+    """Write a page of one group and return its path.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    return write_page(path, render_page("group.html.j2", g=view))
+
+
+def render_page(template: str, **values: Any) -> str:
+    """A page from a template; every value is escaped, and invisible characters are spelled out."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent / "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=_finalize,
+    )
+    return environment.get_template(template).render(**values)
+
+
+def _finalize(value: Any) -> Any:
+    return visible(value) if type(value) is str else value  # what a macro made is a subclass of str, and done
+
+
+def write_page(path: Path, page: str) -> Path:
+    """Write a page under its name only when all of it is there.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    part = path.with_name(f".{path.name}.part")
     try:
         part.write_text(page, encoding="utf-8", errors="replace")
         part.replace(path)
     except OSError as e:
-        raise StorageError(f"{path}: cannot be written ({e}); free space and run `gagar report` again") from e
+        raise StorageError(f"{path}: cannot be written ({e}); free space or choose another place") from e
     return path
+
+
+def _views(run_dir: Path, records: Sequence[Row]) -> list[GroupView]:
+    """Groups in full, as many as a page can hold; one whose archived file is damaged is shown without it."""
+    views: list[GroupView] = []
+    size = 0
+    for i, record in enumerate(records):
+        stored, note = None, ""
+        try:
+            stored = read_archived(run_dir / ARCHIVE, record)
+        except StorageError as e:
+            note = visible(str(e))
+        view = group_view(record, stored, anchor=f"g{i}", note=note)
+        size += _size(view)
+        if size > MAX_PAGE_CHARS and views:
+            break
+        views.append(view)
+    return views
+
+
+def _size(view: GroupView) -> int:
+    """About how many characters of the page a group takes."""
+    lines = sum(len(line.text) + 90 for c in view.candidates for line in (*c.patch, *c.log))
+    return lines + sum(len(t.action) + len(t.observation) + 120 for c in view.candidates for t in c.turn_views)
 
 
 def step_charts(metrics: Sequence[Row]) -> list[Chart | None]:

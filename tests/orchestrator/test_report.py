@@ -1,50 +1,24 @@
 from __future__ import annotations
 
 import json
-from html.parser import HTMLParser
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from graded_run import fallback, hack, record_of, write_run
+from html_page import Page
 from run_folder import group, make_run, records, trajectory
+from stored_groups import CLEAN, HARDCODED, stored_group, task, transcript
 
+from grader.stored import StoredGroup, archive_path
 from infra.errors import StorageError
 from infra.spans import Span
+from orchestrator.browse import EXTREMES, MAX_VIEWS, group_lists, to_show
 from orchestrator.charts import line_chart, stacked_bars, timeline
 from orchestrator.report import group_row, write_report
 from orchestrator.runfiles import read_jsonl, read_spans
-
-VOID = {"meta", "line", "br", "path", "circle", "rect"}
-
-
-class Page(HTMLParser):
-    """Collects tags, attributes and text; fails on a tag that is not closed in order."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.attributes: list[tuple[str, str | None]] = []
-        self.text = ""
-        self._open: list[str] = []
-        self.feed(path.read_text(encoding="utf-8"))
-        self.close()
-        assert self._open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.attributes += attrs
-        if tag not in VOID:
-            self._open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.attributes += attrs
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag not in VOID:
-            assert self._open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
+from rollout.trajectory import Turn
 
 
 def test_the_report_shows_the_run_and_needs_nothing_else(tmp_path: Path) -> None:
@@ -68,7 +42,7 @@ def test_the_report_shows_the_run_and_needs_nothing_else(tmp_path: Path) -> None
     ):
         assert part in page.text
     assert "svg" in page.tags
-    assert not [a for a in page.attributes if a[0] in ("src", "href", "onload", "onerror", "onclick")]
+    assert page.external() == []
 
 
 def test_hostile_text_stays_text(tmp_path: Path) -> None:
@@ -91,6 +65,121 @@ def test_a_group_shows_what_the_grade_changed() -> None:
     assert row["rows"][0]["scores"] == "5 5 4 5 4"
     masked = group_row(records()[5])
     assert [t["before"] for t in masked["rows"]] == [None, None, 0.0]
+
+
+# ---- graded groups ---------------------------------------------------------------------------------------------------
+
+
+def graded(group_id: str, first: str, second: str, **options: Any) -> tuple[StoredGroup, dict[str, Any]]:
+    """Two passes and a failure; a clean patch is T1 (f 1), a hard-coded one T2 (f .85)."""
+    stored = stored_group(group_id, patches={"0.0": (True, first), "1.0": (True, second), "2.0": (False, "")})
+    return stored, record_of(stored, **options)
+
+
+def graded_groups() -> list[tuple[StoredGroup, dict[str, Any]]]:
+    return [
+        graded("good", CLEAN, CLEAN),
+        graded("mixed", CLEAN, HARDCODED),
+        graded("poor", HARDCODED, HARDCODED),
+        graded("fell", CLEAN, HARDCODED, change=fallback),
+        graded("hacked", CLEAN, HARDCODED, change=hack("1.0", "turn:2")),
+    ]
+
+
+def test_graded_groups_are_listed_by_what_is_worth_a_look() -> None:
+    """Mean f: good 1, hacked 1 (the hack has none), mixed .925, poor .85; only mixed has passes of different f."""
+    lists = {
+        one.title: [e.record["group_id"] for e in one.entries] for one in group_lists([r for _, r in graded_groups()])
+    }
+    assert lists == {
+        "Best": ["good", "hacked"],
+        "Worst": ["poor", "mixed"],
+        "Contested": ["mixed"],
+        "Hacks": ["hacked"],
+        "Fallbacks": ["fell"],
+    }
+    assert group_lists(records()[4:]) == []
+
+
+def test_all_hacks_and_fallbacks_are_listed_and_a_page_shows_a_bounded_number() -> None:
+    _, record = graded("fell", CLEAN, CLEAN, change=fallback)
+    many = [{**record, "group_id": f"fell-{i}"} for i in range(MAX_VIEWS + 30)]
+    _, good = graded("good", CLEAN, HARDCODED)
+    goods = [{**good, "group_id": f"good-{i}"} for i in range(3 * EXTREMES)]
+    lists = {one.title: one.entries for one in group_lists([*many, *goods])}
+    assert len(lists["Fallbacks"]) == MAX_VIEWS + 30
+    assert [len(lists[title]) for title in ("Best", "Worst", "Contested")] == [EXTREMES] * 3
+    shown = [r["group_id"] for r in to_show(group_lists([*many, *goods]))]
+    assert len(shown) == len(set(shown)) == MAX_VIEWS
+
+
+def test_a_graded_group_is_shown_side_by_side_with_links_to_its_evidence(tmp_path: Path) -> None:
+    write_run(tmp_path, graded_groups())
+    page = Page(write_report(tmp_path))
+    assert page.external() == []
+    assert len(page.ids) == len(set(page.ids))
+    for part in (
+        "Graded groups",
+        "Contested",
+        "total([1, 2]) returns -3",
+        "Fallback: not_json",
+        "(no JSON)",
+        "3 changed lines",
+    ):
+        assert part in page.text
+    places = {link: page.text_at(link) for link in page.links()}
+    assert sum(text.startswith("back to the lists") for text in places.values()) == 5
+    assert "2submit" in places.values(), "the hack's citation of a turn leads to that turn"
+
+
+def test_groups_without_an_archive_or_with_a_damaged_one_are_still_listed(tmp_path: Path) -> None:
+    write_run(tmp_path, graded_groups())
+    archive_path(tmp_path / "archive", "good").write_bytes(b"no gzip")
+    archive_path(tmp_path / "archive", "poor").unlink()
+    page = Page(write_report(tmp_path))
+    assert "good.json.gz: cannot be read" in page.text
+    assert page.text.count("This group is not archived") == 1
+
+
+def test_hostile_groups_stay_text(tmp_path: Path) -> None:
+    evil = "</pre></div><script>alert(1)</script><a href=http://x>\x1b[2J\u202e\ud800"
+    patch = CLEAN.replace("result += item", evil).replace("shop/core.py", 'shop/"onload="x')
+    stored = stored_group("g1", task=task(statement=evil), patches={"0.0": (True, patch), "2.0": (False, evil)})
+    stored = replace(
+        stored,
+        transcripts=tuple(
+            transcript(t.trajectory_id, t.patch, test_log=evil, turns=(turn_of(evil),)) for t in stored.transcripts
+        ),
+    )
+    record = record_of(stored)
+    record["grader"].update(
+        detail=evil,
+        verdict=evil,
+        model=evil,
+        reasons={"g1/0.0": [evil] * 5},
+        evidence={"g1/0.0": [evil, "turn:1", "turn:99", "run:1", "log:x"]},
+        checks=[{"number": 1, "candidate": evil, "command": evil, "exit_code": None}],
+    )
+    write_run(tmp_path, [(stored, {**record, "fallback_reason": evil})])
+    page = Page(write_report(tmp_path))
+    assert page.external() == []
+    assert not {"script", "img", "iframe", "form"} & set(page.tags)
+    assert "\x1b" not in page.text and "\u202e" not in page.text
+    assert page.text.count("<script>alert(1)</script>") > 10
+
+
+def turn_of(text: str) -> Turn:
+    return Turn(action=text, observation=text, exit_code=1, duration_s=0.0, response_tokens=1)
+
+
+def test_a_page_stays_small_enough_to_open(tmp_path: Path) -> None:
+    huge = "".join(f"+line {i} {'x' * 200}\n" for i in range(3000))
+    patch = f"diff --git a/x.py b/x.py\nnew file mode 100644\n--- /dev/null\n+++ b/x.py\n@@ -0,0 +1,3000 @@\n{huge}"
+    long = "y" * 100_000
+    stored = stored_group("g1", patches={"0.0": (True, patch), "2.0": (False, "")})
+    stored = replace(stored, transcripts=tuple(replace(t, turns=(turn_of(long),) * 500) for t in stored.transcripts))
+    write_run(tmp_path, [(stored, record_of(stored))])
+    assert write_report(tmp_path).stat().st_size < 2_000_000
 
 
 def test_a_run_that_has_barely_begun_has_a_report(tmp_path: Path) -> None:
