@@ -67,7 +67,7 @@ def _factors(record: Record) -> list[float]:
 
 def _by_factor(record: Record, factors: Sequence[float]) -> Entry:
     tiers = sorted(t["tier"] for t in record["trajectories"] if t.get("tier"))
-    given = ", ".join(f"{tier} {tiers.count(tier)}" for tier in dict.fromkeys(tiers))
+    given = ", ".join(f"{tiers.count(tier)} {tier}" for tier in dict.fromkeys(tiers))
     low, high = min(factors), max(factors)
     factor = f"f {low:.2f}" if low == high else f"f {low:.2f} to {high:.2f}"
     return Entry(record=record, said=f"{given}; {factor}{' capped' if record['capped'] else ''}")

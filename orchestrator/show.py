@@ -83,7 +83,7 @@ def render(view: GroupView, width: int) -> Iterator[RenderableType]:
     for start in range(0, len(passing), side):
         grid = Table.grid(expand=True, padding=(0, 1))
         row = passing[start : start + side]
-        for _ in row:
+        for _ in range(min(side, len(passing))):
             grid.add_column(ratio=1)
         grid.add_row(*(_candidate(c) for c in row))
         yield grid
