@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 def fair_shares(lengths: Sequence[int], budget: int) -> list[int]:
@@ -20,34 +23,26 @@ def fair_shares(lengths: Sequence[int], budget: int) -> list[int]:
     return shares
 
 
-def clip_lines(lines: Sequence[str], limit: int) -> list[str]:
+def clip_lines(lines: Sequence[T], limit: int, render: Callable[[T], str] = str) -> list[str]:
     """Keep whole lines from the head and the tail so that they take at most `limit` characters, newlines included.
 
     What was left out is said in one line "[N lines cut]", which counts too. A limit too small for even that line
-    leaves nothing.
+    leaves nothing. Only lines that may be kept are rendered, however many there are.
     """
-    if sum(len(line) + 1 for line in lines) <= limit:
-        return list(lines)
+    if len(lines) <= limit:  # a line takes one character at least
+        whole = [render(line) for line in lines]
+        if sum(len(line) + 1 for line in whole) <= limit:
+            return whole
     room = limit - len(f"[{len(lines)} lines cut]") - 1
     if room < 0:
         return []
-    first, last = 0, len(lines)
-    from_head = True
-    while first < last:
-        line = lines[first] if from_head else lines[last - 1]
+    head: list[str] = []
+    tail: list[str] = []
+    while len(head) + len(tail) < len(lines):
+        from_head = len(head) <= len(tail)
+        line = render(lines[len(head)] if from_head else lines[len(lines) - 1 - len(tail)])
         if len(line) + 1 > room:
             break
         room -= len(line) + 1
-        if from_head:
-            first += 1
-        else:
-            last -= 1
-        from_head = not from_head
-    return [*lines[:first], f"[{last - first} lines cut]", *lines[last:]]
-
-
-def clip_text(text: str, limit: int) -> str:
-    """One line's worth of text: the head, with "..." where it was cut."""
-    if len(text) <= limit:
-        return text
-    return text[: max(limit - 3, 0)] + "..."
+        (head if from_head else tail).append(line)
+    return [*head, f"[{len(lines) - len(head) - len(tail)} lines cut]", *reversed(tail)]

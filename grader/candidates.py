@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from envs.task import Task
 from grader.evidence import PatchIndex, index_patch
+from grader.patched import MAX_LINES, sections
 from rollout.trajectory import Trajectory, Transcript
 
 
@@ -56,6 +57,21 @@ def shuffled(trajectory_ids: Sequence[str], order_seed: int) -> list[str]:
     return ids
 
 
+def _bounded(patch: str) -> str:
+    """The files of a patch that are indexed: in order, without those that would make it longer than MAX_LINES.
+
+    A policy can fill a file with a million lines; parsing them would take minutes.
+    """
+    kept: list[str] = []
+    lines = 0
+    for section in sections(patch):
+        count = section.count("\n")
+        if lines + count <= MAX_LINES:
+            lines += count
+            kept.append(section)
+    return "".join(kept)
+
+
 def label_group(
     *,
     group_id: str,
@@ -92,7 +108,7 @@ def label_group(
             label=f"C{i}",
             trajectory=metadata[name],
             transcript=by_id[name],
-            patch=index_patch(by_id[name].patch),
+            patch=index_patch(_bounded(by_id[name].patch)),
         )
         for i, name in enumerate(ids, start=1)
     )

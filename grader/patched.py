@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 Tree = Mapping[str, str | None]
 """Path -> content; None for what is not text (binary files, submodules)."""
 
+MAX_LINES = 20_000
+"""Patches beyond this are not applied here: parsing them would keep everybody waiting."""
 _FILE_START = re.compile(r"^(?=diff --git )", re.MULTILINE)
 _ESCAPE = re.compile(r"\\([0-7]{3}|.)", re.DOTALL)
 _ESCAPES = {"a": 7, "b": 8, "t": 9, "n": 10, "v": 11, "f": 12, "r": 13}
@@ -36,6 +38,8 @@ def apply_patch(files: Tree, patch: str) -> dict[str, str | None]:
     Raises:
         PatchError: see there.
     """
+    if patch.count("\n") > MAX_LINES:
+        raise PatchError(f"the patch has more than {MAX_LINES} lines")
     tree = dict(files)
     for section in sections(patch):
         for file in _parse(section):

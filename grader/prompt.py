@@ -15,8 +15,9 @@ from grader.budget import clip_lines, fair_shares
 from grader.candidates import Candidate, CandidateGroup
 from grader.instructions import agent_instructions, single_instructions
 from grader.offers import MAX_ENUM, verdict_schema
+from grader.pages import Row, patch_rows, summary_rows, touched_files
 from grader.quoting import frame, neutralise, one_line, word
-from grader.workspace import Row, Workspace, patch_rows, summary_rows, touched_files
+from grader.workspace import Workspace
 from rollout.trajectory import Status
 
 Style = Literal["compact", "full"]
@@ -114,7 +115,7 @@ def _compact_single(group: CandidateGroup, budget: int) -> tuple[str, dict[str, 
     headings = [f"## {_compact_status(c)}" for c in group.candidates]
     lines = ["## task", *statement]
     room = budget - _size([*lines, *headings, question])
-    blocks = _patches(group, [patch_rows(c.transcript.patch, brief=True) for c in group.candidates], room)
+    blocks = _patches(group, [patch_rows(c.transcript.patch, c.patch, brief=True) for c in group.candidates], room)
     references: dict[str, tuple[str, ...]] = {}
     for candidate, heading, (shown, cited) in zip(group.candidates, headings, blocks, strict=True):
         lines += [heading, *shown]
@@ -180,7 +181,7 @@ def _full_single(group: CandidateGroup, budget: int) -> str:
     question = f"Grade the passing candidates: {labels}. Answer with the verdict as one JSON object and nothing else."
     room = max(0, budget - _size([*frame("task.md", ()), *headings, *frames, question]))
     statement = clip_lines(neutralise(group.task.statement).strip().split("\n"), room // 3)
-    pages = [patch_rows(c.transcript.patch, brief=not c.passed) for c in group.candidates]
+    pages = [patch_rows(c.transcript.patch, c.patch, brief=not c.passed) for c in group.candidates]
     blocks = _patches(group, pages, room - _size(statement))
     lines = frame("task.md", statement)
     for candidate, heading, (shown, _) in zip(group.candidates, headings, blocks, strict=True):

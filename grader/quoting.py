@@ -41,13 +41,15 @@ def _visible(found: re.Match[str]) -> str:
 
 
 def one_line(text: str, limit: int = LINE_CHARS) -> str:
-    """One line of harmless text: newlines become "?", and beyond `limit` characters the middle is left out."""
-    text = neutralise(text.replace("\n", "?"))
-    if len(text) <= limit:
-        return text
-    mark = f" [{len(text)} characters, cut] "
-    half = max(limit - len(mark), 0) // 2
-    return neutralise(f"{text[:half]}{mark}{text[len(text) - half :]}")
+    """One line of harmless text: newlines become "?", and beyond `limit` characters the middle is left out.
+
+    (What is broken in it may add a few characters to that.)
+    """
+    if len(text) > limit:
+        mark = f" [{len(text)} characters, cut] "
+        half = max(limit - len(mark), 0) // 2
+        text = f"{text[:half]}{mark}{text[len(text) - half :]}"
+    return neutralise(text.replace("\n", "?"))
 
 
 def word(text: str, limit: int) -> str:

@@ -18,6 +18,7 @@ from grader.budget import clip_lines
 from grader.checks import Checker, CheckError
 from grader.evidence import CheckResult
 from grader.offers import MAX_COMMAND_CHARS, MAX_ENUM, Offer, Situation, make_offer
+from grader.pages import Page, Row
 from grader.prompt import Style as Style
 from grader.quoting import LINE_CHARS, frame, one_line, word
 from grader.verdict import (
@@ -30,7 +31,7 @@ from grader.verdict import (
     parse_judgement,
     verdict_from,
 )
-from grader.workspace import Page, Workspace, WorkspaceError
+from grader.workspace import Workspace, WorkspaceError
 from infra.errors import SandboxError
 
 MAX_PATHS = 256
@@ -181,8 +182,9 @@ class Desk:
     def _show(self, page: Page) -> list[str]:
         """The lines of a patch; what of it can be cited is remembered."""
         label, lines = page.path.partition("/")[0], self._lines(page)
+        cited = page.rows if len(page.rows) <= len(lines) else (*page.rows[: len(lines)], *page.rows[-len(lines) :])
         kept = set(lines)
-        shown = [row.reference for row in page.rows if row.reference and self._line(str(row)) in kept]
+        shown = [row.reference for row in cited if row.reference and self._line(row) in kept]
         # Whoever leaves nothing to cite in a patch can still be held to what was done.
         turns = [f"turn:{n}" for n in range(1, len(self.workspace.candidate(label).transcript.turns) + 1)]
         self._shown[label] = tuple(dict.fromkeys(shown or turns))[:MAX_ENUM]
@@ -195,8 +197,8 @@ class Desk:
         result = await self.checker.run(candidate.label, run.command)
         code = "none, stopped at its time limit" if result.exit_code is None else str(result.exit_code)
         head = f"run:{result.number} {result.candidate} exit {code}"
-        body = [self._line(f"| {line}") for line in result.output.rstrip("\n").split("\n")] if result.output else []
-        body = clip_lines(body, self.output_chars)
+        said = result.output.rstrip("\n")
+        body = clip_lines([f"| {line}" for line in said.split("\n")] if said else [], self.output_chars, self._line)
         return "\n".join(
             [f"## {head}", *body] if self.style == "compact" else [head, *frame(f"run:{result.number}", body)]
         )
@@ -232,10 +234,10 @@ class Desk:
         return self._framed(page.path, self._lines(page))
 
     def _lines(self, page: Page) -> list[str]:
-        return clip_lines([self._line(str(row)) for row in page.rows], self.output_chars)
+        return clip_lines(page.rows, self.output_chars, self._line)
 
-    def _line(self, text: str) -> str:
-        return one_line(text, min(LINE_CHARS, max(self.output_chars // 4, 40))).rstrip()
+    def _line(self, row: Row | str) -> str:
+        return one_line(str(row), min(LINE_CHARS, max(self.output_chars // 4, 40))).rstrip()
 
     def _framed(self, title: str, lines: Sequence[str]) -> str:
         name = word(title, LINE_CHARS).replace(">", "?")

@@ -11,51 +11,21 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 from envs.patch import unified_diff
 from grader.candidates import Candidate, CandidateGroup
-from grader.evidence import ChangeSign, PatchLine, index_patch, log_lines
-from grader.patched import PatchError, Tree, apply_patch, sections
-from grader.quoting import word
-from rollout.trajectory import Turn
+from grader.evidence import index_patch, log_lines
+from grader.pages import Page, Row, file_rows, patch_rows, plain_rows, summary_rows, turn_rows
+from grader.patched import PatchError, Tree, apply_patch
 
 MAX_FOUND = 50
 """Lines that one search returns."""
 _MAX_DIFF_COST = 50_000_000
 """Bound of difflib's work on one file; two hostile files can otherwise keep it busy for hours."""
-_UNREAD_LINES = 6
-"""Lines shown of a part of a patch that has no lines of text (binary files, modes)."""
-_PLAIN_PATH = re.compile(r"[\w.@+,~/-]+")
-_COMMAND_CHARS = 160
-_PATH_CHARS = 60
 
 
 class WorkspaceError(ValueError):
     """What was asked for is not there; the message says so to the model."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One line of a page."""
-
-    mark: str
-    """What stands before it: a number, a citation, a sign."""
-    text: str
-    reference: str = ""
-    """The citation that names it, where there is one."""
-
-    def __str__(self) -> str:
-        return f"{self.mark}{self.text}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Page:
-    """What one look shows."""
-
-    path: str
-    """Where it is, as it was asked for in normal form; may hold anything that a policy named a file."""
-    rows: tuple[Row, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +100,7 @@ class Workspace:
         turns = self.candidate(label).transcript.turns
         if not 1 <= number <= len(turns):
             raise WorkspaceError(f"{label} has turns 1 to {len(turns)}")
-        return Page(path=f"{label}/turns/{number}", rows=tuple(_turn_rows(turns[number - 1])))
+        return Page(path=f"{label}/turns/{number}", rows=tuple(turn_rows(turns[number - 1])))
 
     def search(self, pattern: str, path: str = "") -> Page:
         """Lines that hold a text literally, at most MAX_FOUND, below a path. Raises WorkspaceError."""
@@ -199,9 +169,9 @@ class Workspace:
     def _rows(self, path: str, brief: bool) -> Sequence[Row]:
         head, _, rest = path.partition("/")
         if path == "task.md":
-            return _plain_rows(self.group.task.statement.strip())
+            return plain_rows(self.group.task.statement.strip())
         if path == "reference.patch" and self.reference is not None:
-            return patch_rows(self.reference, brief=brief)
+            return patch_rows(self.reference, index_patch(self.reference), brief=brief)
         if head == "repo" and rest:
             return _file_rows(self.group.task.files, rest, path)
         if head in self.labels and rest:
@@ -216,7 +186,7 @@ class Workspace:
         if rest == "summary":
             return summary_rows(candidate)
         if rest == "patch":
-            return patch_rows(transcript.patch, brief=brief)
+            return patch_rows(transcript.patch, candidate.patch, brief=brief)
         if rest == "test_log":
             lines = log_lines(transcript) or ["(empty)"]
             return [Row(mark=f"log:{n} ", text=line, reference=f"log:{n}") for n, line in enumerate(lines, start=1)]
@@ -249,10 +219,6 @@ def _children(files: Tree, folder: str) -> Sequence[str] | None:
     return found if found or not folder else None
 
 
-def _plain_rows(text: str) -> list[Row]:
-    return [Row(mark="", text=line) for line in text.split("\n")]
-
-
 def _file_rows(files: Tree, path: str, shown: str) -> list[Row]:
     if path not in files:
         if _children(files, path) is not None:
@@ -261,93 +227,7 @@ def _file_rows(files: Tree, path: str, shown: str) -> list[Row]:
     content = files[path]
     if content is None:
         raise WorkspaceError(f"{shown} is not text")
-    lines = content.removesuffix("\n").split("\n") if content else []
-    return [Row(mark=f"{n} ", text=line) for n, line in enumerate(lines, start=1)]
-
-
-def _turn_rows(turn: Turn) -> Iterator[Row]:
-    for line in turn.action.strip("\n").split("\n"):
-        yield Row(mark="$ ", text=line)
-    yield Row(mark="exit ", text="none" if turn.exit_code is None else str(turn.exit_code))
-    for line in turn.observation.rstrip("\n").split("\n") if turn.observation.strip() else ():
-        yield Row(mark="| ", text=line)
-
-
-def summary_rows(candidate: Candidate) -> list[Row]:
-    """One line a turn: first line of the command, exit code, last line of what came back."""
-    rows = []
-    for number, turn in enumerate(candidate.transcript.turns, start=1):
-        first, *more = turn.action.strip().split("\n")
-        text = first if len(first) <= _COMMAND_CHARS else f"{first[: _COMMAND_CHARS - 3]}..."
-        text += f" [+{len(more)} lines]" if more else ""
-        text += "" if turn.exit_code in (0, None) else f" [exit {turn.exit_code}]"
-        last = turn.observation.strip().rpartition("\n")[2]
-        text += f" -> {last[:80]}" if last else ""
-        rows.append(Row(mark=f"turn:{number} ", text=text, reference=f"turn:{number}"))
-    return rows or [Row(mark="", text="(no turn)")]
-
-
-@lru_cache(maxsize=64)
-def patch_rows(patch: str, *, brief: bool) -> tuple[Row, ...]:
-    """A patch with the line numbers that citations use; `brief` shows the changed lines only.
-
-    What a parser does not see (binary files, modes, parts that do not parse) is shown as it is, so nothing hides.
-    """
-    rows: list[Row] = []
-    for section in sections(patch):
-        lines = index_patch(section).lines
-        if lines:
-            rows += _brief_rows(lines) if brief else _numbered_rows(lines)
-        else:
-            raw = section.rstrip("\n").split("\n")
-            rows += [Row(mark="? ", text=line) for line in raw[:_UNREAD_LINES]]
-            if len(raw) > _UNREAD_LINES:
-                rows.append(Row(mark="? ", text=f"[{len(raw) - _UNREAD_LINES} lines cut]"))
-    return tuple(rows) or (Row(mark="", text="(no change)"),)
-
-
-def _brief_rows(lines: Sequence[PatchLine]) -> list[Row]:
-    """Changed lines with their citation; a line that replaces the one just shown goes without, it is the same."""
-    rows: list[Row] = []
-    previous = ""
-    for line in lines:
-        if line.sign is not ChangeSign.CONTEXT:
-            plain = _PLAIN_PATH.fullmatch(line.path) is not None  # any other name could pose as a line of ours
-            reference = "" if line.reference == previous else f"{line.reference} " if plain else f"? {line.reference} "
-            mark = f"{reference}{line.sign.value} "
-            rows.append(Row(mark=mark, text=line.text, reference=line.reference if plain else ""))
-            previous = line.reference
-    return rows
-
-
-def _numbered_rows(lines: Sequence[PatchLine]) -> list[Row]:
-    rows: list[Row] = []
-    path, previous = "", 0
-    for line in lines:
-        if line.path != path:
-            path, previous = line.path, line.line
-            rows.append(Row(mark="file ", text=path))
-        elif abs(line.line - previous) > 1 and line.sign is ChangeSign.CONTEXT:
-            rows.append(Row(mark="", text="..."))
-        previous = line.line
-        rows.append(Row(mark=f"{line.line:>5} {line.sign.value} ", text=line.text, reference=line.reference))
-    return rows
-
-
-def touched_files(candidate: Candidate) -> list[str]:
-    """One harmless entry a changed file, in the patch's order: "a/b.py +1 -2", or "x.bin ?" where no line is text."""
-    entries: list[str] = []
-    for section in sections(candidate.transcript.patch):
-        counts: Counter[tuple[str, ChangeSign]] = Counter()
-        for line in index_patch(section).changed:
-            counts[line.path, line.sign] += 1
-        paths = dict.fromkeys(path for path, _ in counts)
-        for path in paths:
-            added, removed = counts[path, ChangeSign.ADDED], counts[path, ChangeSign.REMOVED]
-            entries.append(f"{word(path, _PATH_CHARS)} +{added} -{removed}")
-        if not paths:
-            entries.append(f"{word(section.partition(chr(10))[0].rpartition(' b/')[2], _PATH_CHARS)} ?")
-    return entries
+    return file_rows(content)
 
 
 def _diff_cost(old: str, new: str) -> int:
