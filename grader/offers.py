@@ -19,8 +19,6 @@ from grader.verdict import MAX_CITATION_CHARS, MAX_CITATIONS, MAX_REASON_CHARS, 
 
 MAX_CALLS = 4
 MAX_CALLS_COMPACT = 2
-MAX_ENUM = 64
-"""References of one candidate that a compact schema lists."""
 MAX_RANKINGS = 600
 """Rankings that a compact schema lists; of more it only says the form."""
 MAX_COMMAND_CHARS = 2000

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from grader.budget import clip_lines
 from grader.candidates import Candidate
 from grader.evidence import ChangeSign, PatchIndex, PatchLine
 from grader.patched import sections
-from grader.quoting import word
+from grader.quoting import LINE_CHARS, one_line, word
 from rollout.trajectory import Turn
 
+MAX_ENUM = 64
+"""References of one candidate that a compact schema lists."""
 _UNREAD_LINES = 6
 """Lines shown of a part of a patch that is not indexed (binary files, modes, what does not parse)."""
 _PLAIN_PATH = re.compile(r"[\w.@+,~/-]+")
@@ -98,14 +101,18 @@ def patch_rows(patch: str, index: PatchIndex, *, brief: bool) -> tuple[Row, ...]
     return tuple(rows) or (Row(mark="", text="(no change)"),)
 
 
-def touched_files(candidate: Candidate) -> list[str]:
-    """One harmless entry a changed file, in the patch's order: "a/b.py +1 -2", or "x.bin ?" for what is not indexed."""
+def touched_files(candidate: Candidate, limit: int) -> str:
+    """The changed files in the patch's order, harmless: "a/b.py +1 -2, x.bin ?, 3 more"; "?" says not indexed."""
     entries: list[str] = []
+    more = 0
     for path, _, lines in _files(candidate.transcript.patch, candidate.patch):
+        if len(entries) == limit:
+            more += 1
+            continue
         count = Counter(line.sign for line in lines)
         counts = f"+{count[ChangeSign.ADDED]} -{count[ChangeSign.REMOVED]}" if lines else "?"
         entries.append(f"{word(path, _PATH_CHARS)} {counts}")
-    return entries
+    return ", ".join([*entries, *([f"{more} more"] if more else [])]) or "no change"
 
 
 def _files(patch: str, index: PatchIndex) -> Iterator[tuple[str, str, list[PatchLine]]]:
@@ -152,3 +159,29 @@ def _numbered_rows(path: str, lines: Iterable[PatchLine]) -> Iterator[Row]:
             yield Row(mark="", text="...")
         previous = line.line
         yield Row(mark=f"{line.line:>5} {line.sign.value} ", text=line.text, reference=line.reference)
+
+
+# --- showing ----------------------------------------------------------------------------------------------------------
+
+
+def render(row: Row | str, limit: int = LINE_CHARS) -> str:
+    """One harmless line."""
+    return one_line(str(row), limit).rstrip()
+
+
+def show_rows(rows: Sequence[Row], limit: int, line_chars: int = LINE_CHARS) -> tuple[list[str], tuple[str, ...]]:
+    """Harmless lines of at most `limit` characters, head and tail kept, and the citations among them."""
+    lines = clip_lines(rows, limit, lambda row: render(row, line_chars))
+    near = rows if len(rows) <= 2 * len(lines) else (*rows[: len(lines)], *rows[-len(lines) :])
+    shown = set(lines)
+    references = dict.fromkeys(row.reference for row in near if row.reference and render(row, line_chars) in shown)
+    return lines, tuple(references)
+
+
+def citable(candidate: Candidate, shown: Sequence[str]) -> tuple[str, ...]:
+    """What a compact schema lets be cited of a candidate: the lines shown, at most MAX_ENUM.
+
+    Who leaves nothing to cite in a patch can still be held to the turns.
+    """
+    turns = [f"turn:{n}" for n in range(1, len(candidate.transcript.turns) + 1)]
+    return tuple(shown or turns)[:MAX_ENUM]

@@ -14,8 +14,8 @@ from typing import Any, Literal, NamedTuple
 from grader.budget import clip_lines, fair_shares
 from grader.candidates import Candidate, CandidateGroup
 from grader.instructions import agent_instructions, single_instructions
-from grader.offers import MAX_ENUM, verdict_schema
-from grader.pages import Row, patch_rows, summary_rows, touched_files
+from grader.offers import verdict_schema
+from grader.pages import Row, citable, patch_rows, render, show_rows, summary_rows, touched_files
 from grader.quoting import frame, neutralise, one_line, word
 from grader.workspace import Workspace
 from rollout.trajectory import Status
@@ -26,6 +26,7 @@ FAILING_CHARS = 240
 """A failing candidate is context only: one short block."""
 _WORDS, _WORD_CHARS, _FILES = 10, 16, 4
 """Commands and files that a compact summary names."""
+_FULL_FILES = 20
 
 
 class Opening(NamedTuple):
@@ -97,10 +98,8 @@ def _compact_opening(group: CandidateGroup, budget: int) -> str:
 def _compact_summary(candidate: Candidate) -> str:
     turns = [turn.action.split() for turn in candidate.transcript.turns]
     words = [word(action[0], _WORD_CHARS) for action in turns if action and action != ["submit"]]
-    files = touched_files(candidate)
-    shown = ", ".join(files[:_FILES]) + (f", {len(files) - _FILES} more" if len(files) > _FILES else "")
     head = f"{_compact_status(candidate)} {len(turns)} turns: {' '.join(words[:_WORDS])}".rstrip()
-    return f"{head}; {shown or 'no change'}"
+    return f"{head}; {touched_files(candidate, _FILES)}"
 
 
 def _compact_status(candidate: Candidate) -> str:
@@ -120,7 +119,7 @@ def _compact_single(group: CandidateGroup, budget: int) -> tuple[str, dict[str, 
     for candidate, heading, (shown, cited) in zip(group.candidates, headings, blocks, strict=True):
         lines += [heading, *shown]
         if candidate.passed:
-            references[candidate.label] = cited
+            references[candidate.label] = citable(candidate, cited)
     return "\n".join([*lines, question]), references
 
 
@@ -128,18 +127,16 @@ def _patches(
     group: CandidateGroup, pages: Sequence[Sequence[Row]], budget: int
 ) -> list[tuple[list[str], tuple[str, ...]]]:
     """Lines of each patch, cut evenly, and the citations among them; failing ones are short whatever is left."""
-    texts = [[one_line(str(row)).rstrip() for row in rows] for rows in pages]
     wanted = [
-        _size(text) if c.passed else min(_size(text), FAILING_CHARS)
-        for text, c in zip(texts, group.candidates, strict=True)
+        min(_bound(rows, budget), budget if c.passed else FAILING_CHARS)
+        for rows, c in zip(pages, group.candidates, strict=True)
     ]
-    blocks: list[tuple[list[str], tuple[str, ...]]] = []
-    for rows, text, share in zip(pages, texts, fair_shares(wanted, budget), strict=True):
-        kept = clip_lines(text, share)
-        shown = set(kept)
-        cited = [row.reference for row, line in zip(rows, text, strict=True) if row.reference and line in shown]
-        blocks.append((kept, tuple(dict.fromkeys(cited))[:MAX_ENUM]))
-    return blocks
+    return [show_rows(rows, share) for rows, share in zip(pages, fair_shares(wanted, budget), strict=True)]
+
+
+def _bound(rows: Sequence[Row], limit: int) -> int:
+    """How many characters the rows take; `limit`, not counted, where they are more than that anyway."""
+    return limit if len(rows) > limit else _size([render(row) for row in rows])
 
 
 # --- full: for language models that can read instructions -------------------------------------------------------------
@@ -170,7 +167,7 @@ def _full_heading(candidate: Candidate) -> str:
 
 
 def _full_summary(candidate: Candidate) -> Iterator[str]:
-    yield "files: " + (", ".join(touched_files(candidate)) or "no change")
+    yield f"files: {touched_files(candidate, _FULL_FILES)}"
     yield from map(str, summary_rows(candidate))
 
 

@@ -14,11 +14,10 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from configs.schema import RubricConfig
-from grader.budget import clip_lines
 from grader.checks import Checker, CheckError
 from grader.evidence import CheckResult
-from grader.offers import MAX_COMMAND_CHARS, MAX_ENUM, Offer, Situation, make_offer
-from grader.pages import Page, Row
+from grader.offers import MAX_COMMAND_CHARS, Offer, Situation, make_offer
+from grader.pages import Page, Row, citable, show_rows
 from grader.prompt import Style as Style
 from grader.quoting import LINE_CHARS, frame, one_line, word
 from grader.verdict import (
@@ -181,13 +180,9 @@ class Desk:
 
     def _show(self, page: Page) -> list[str]:
         """The lines of a patch; what of it can be cited is remembered."""
-        label, lines = page.path.partition("/")[0], self._lines(page)
-        cited = page.rows if len(page.rows) <= len(lines) else (*page.rows[: len(lines)], *page.rows[-len(lines) :])
-        kept = set(lines)
-        shown = [row.reference for row in cited if row.reference and self._line(row) in kept]
-        # Whoever leaves nothing to cite in a patch can still be held to what was done.
-        turns = [f"turn:{n}" for n in range(1, len(self.workspace.candidate(label).transcript.turns) + 1)]
-        self._shown[label] = tuple(dict.fromkeys(shown or turns))[:MAX_ENUM]
+        label = page.path.partition("/")[0]
+        lines, cited = show_rows(page.rows, self.output_chars, self._line_chars)
+        self._shown[label] = citable(self.workspace.candidate(label), cited)
         return lines
 
     async def _run(self, run: _Run) -> str:
@@ -198,7 +193,8 @@ class Desk:
         code = "none, stopped at its time limit" if result.exit_code is None else str(result.exit_code)
         head = f"run:{result.number} {result.candidate} exit {code}"
         said = result.output.rstrip("\n")
-        body = clip_lines([f"| {line}" for line in said.split("\n")] if said else [], self.output_chars, self._line)
+        rows = [Row(mark="| ", text=line) for line in said.split("\n")] if said else []
+        body = self._lines(Page(path="", rows=tuple(rows)))
         return "\n".join(
             [f"## {head}", *body] if self.style == "compact" else [head, *frame(f"run:{result.number}", body)]
         )
@@ -234,10 +230,11 @@ class Desk:
         return self._framed(page.path, self._lines(page))
 
     def _lines(self, page: Page) -> list[str]:
-        return clip_lines(page.rows, self.output_chars, self._line)
+        return show_rows(page.rows, self.output_chars, self._line_chars)[0]
 
-    def _line(self, row: Row | str) -> str:
-        return one_line(str(row), min(LINE_CHARS, max(self.output_chars // 4, 40))).rstrip()
+    @property
+    def _line_chars(self) -> int:
+        return min(LINE_CHARS, max(self.output_chars // 4, 40))
 
     def _framed(self, title: str, lines: Sequence[str]) -> str:
         name = word(title, LINE_CHARS).replace(">", "?")
