@@ -184,11 +184,21 @@ def time_budgets(config: RunConfig) -> Iterator[Problem]:
             f"is not above command_budget_s = {limits.command_budget_s:g}: trajectories would be masked instead of "
             "judged; raise it",
         )
+    slowest = [("rollout.limits.wall_s", limits.wall_s, "lost trajectories are masked")]
+    if config.grader is not None:
+        slowest.append(("grader.timeout_s", config.grader.timeout_s, "a slow grading falls back"))
+    late = next(((key, limit, what) for key, limit, what in slowest if scheduler.abort_after_s <= limit), None)
     if scheduler.abort_after_s <= scheduler.stall_after_s:
         yield _problem(
             config,
             "scheduler.abort_after_s",
             f"is not above stall_after_s = {scheduler.stall_after_s:g}: the run would end before it says why; raise it",
+        )
+    elif late is not None:
+        yield _problem(
+            config,
+            "scheduler.abort_after_s",
+            f"is not above {late[0]} = {late[1]:g}: the run could end before {late[2]}; raise it",
         )
 
 

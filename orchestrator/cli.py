@@ -139,12 +139,13 @@ def status(
 @app.command(epilog="Example: gagar doctor configs/quickstart.yaml")
 def doctor(
     config: Annotated[Path | None, typer.Argument(help="Judge by what this configuration asks for.")] = None,
+    overrides: Overrides = None,
 ) -> None:
     """Look whether this machine has what a run needs."""
     from infra.doctor import Level, diagnose
     from orchestrator.probe import probe_sandbox
 
-    loaded = None if config is None else _load(config, None, None, None)
+    loaded = None if config is None else _load(config, overrides, None, None)
     findings = [*diagnose(loaded), probe_sandbox(loaded)]
     for finding in findings:
         typer.echo(f"{finding.level.value:4}  {finding.name:13} {finding.detail}")

@@ -236,6 +236,14 @@ ONE_PROBLEM: list[tuple[tuple[str, ...], str]] = [
         "rollout.limits.command_timeout_s = 61.0: is above command_budget_s = 60",
     ),
     (("rollout.limits.wall_s=60",), "rollout.limits.wall_s = 60.0: is not above command_budget_s = 60"),
+    (
+        ("scheduler.abort_after_s=300",),
+        "scheduler.abort_after_s = 300.0: is not above rollout.limits.wall_s = 300: the run could end before lost",
+    ),
+    (
+        ("grader.timeout_s=2400",),
+        "scheduler.abort_after_s = 900.0: is not above grader.timeout_s = 2400: the run could end before a slow",
+    ),
     (("scheduler.abort_after_s=120",), "scheduler.abort_after_s = 120.0: is not above stall_after_s = 120"),
     (
         ("grader.max_tokens=1024",),

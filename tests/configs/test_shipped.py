@@ -27,14 +27,23 @@ def test_shipped_runs_pass_every_check(name: str) -> None:
 
 def test_the_cluster_passes_once_its_folders_are_filled_in(tmp_path: Path) -> None:
     policy = write_model(tmp_path / "policy", positions=32768, heads=32)
-    grader = write_model(tmp_path / "grader", positions=131072, heads=64)
-    overrides = [f"engine.model={policy}", f"learner.model={policy}", f"grader.backend.engine.model={grader}"]
-    config = load_run(CONFIGS / "cluster.yaml", overrides).config
+    config = load_run(CONFIGS / "cluster.yaml", [f"engine.model={policy}", f"learner.model={policy}"]).config
     engines = config.engine.replicas * config.engine.tensor_parallel_size
-    assert config.grader is not None
-    assert config.grader.backend.type == "vllm"
-    graders = config.grader.backend.engine.replicas * config.grader.backend.engine.tensor_parallel_size
-    assert engines + graders + config.learner.world_size == 64
+    assert engines + config.learner.world_size == 64
+    grader = config.grader
+    assert grader is not None
+    assert (grader.mode, grader.backend.type, grader.timeout_s) == ("agent", "endpoint", 2400)
+    assert grader.workers * grader.groups_per_worker == 64
+
+
+def test_the_cluster_can_grade_on_engines_of_its_own(tmp_path: Path) -> None:
+    policy = write_model(tmp_path / "policy", positions=32768, heads=32)
+    model = write_model(tmp_path / "grader", positions=131072, heads=64)
+    engine = f"{{model: {model}, device: cuda, dtype: bfloat16, tensor_parallel_size: 4, max_model_len: 65536}}"
+    overrides = [f"engine.model={policy}", f"learner.model={policy}", "grader.budget.tokens=65000"]
+    backend = f"grader.backend={{type: vllm, engine: {engine}}}"
+    config = load_run(CONFIGS / "cluster.yaml", [*overrides, backend]).config
+    assert config.grader is not None and config.grader.backend.type == "vllm"
 
 
 @pytest.mark.parametrize("arm", ARMS, ids=[arm.stem for arm in ARMS])
