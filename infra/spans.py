@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 Interval = tuple[float, float]
 
 ROLLOUT = "rollout"
+QUEUE = "grade_queue"
+"""A complete group waits for a free slot of a grader."""
 GRADE = "grade"
 CANARY = "canary"
 """The grading of a stored group with known labels: it takes the graders' time, and is no group of the run."""

@@ -69,6 +69,7 @@ def _trajectory(member: Member, row: Row | None) -> dict[str, Any]:
         "payload_sha256": t.payload_sha256,
         "engine_s": round(t.engine_s, 4),
         "sandbox_s": round(t.sandbox_s, 4),
+        "sandbox_start_s": round(t.sandbox_start_s, 4),
         "verify_s": round(t.verify_s, 4),
         "wall_s": round(t.wall_s, 4),
         "error": t.error,

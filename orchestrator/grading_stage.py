@@ -19,7 +19,7 @@ from typing import Any
 from configs.schema import GraderConfig
 from grader.exchange import GradeReply, GradeRequest, accept, base_state_of, lost_reply
 from infra.pool import ActorLost, ActorPool, ActorTimeout
-from infra.spans import CANARY, GRADE
+from infra.spans import CANARY, GRADE, QUEUE
 from infra.telemetry import Telemetry
 from orchestrator.alarms import Alarm, GraderWatch
 from orchestrator.canaries import Canaries
@@ -65,9 +65,12 @@ class GradingStage:
         self._canaries_at_once = 0 if canaries is None else canaries.at_once(slots)
         self.watch = GraderWatch(config, canaries.past if canaries else ())
         self.canaries_graded = 0
+        self.waiting: dict[str, float] = {}
+        """Groups that no grader has begun, and when their last trajectory ended."""
 
     async def put(self, group: CompleteGroup) -> None:
         """Hand over an eligible group (M1.6); waits while the queue is full."""
+        self.waiting[group.group_id] = group.completed_s
         await self._queue.put(group)
 
     async def run(self) -> None:
@@ -76,6 +79,8 @@ class GradingStage:
         while True:
             group = await self._queue.get()
             await self._slots.acquire()
+            since_s = self.waiting.pop(group.group_id)
+            self._telemetry.record_span(QUEUE, since_s, time.monotonic(), group_id=group.group_id)
             self._spawn(self._grade(group))
             del group  # else its payloads stay in the object store until the next one comes
             if self._canaries is not None and self._canaries.due(self._canaries_at_once):

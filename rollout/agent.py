@@ -83,6 +83,7 @@ class _Episode:
     turns: list[Turn] = field(default_factory=list)
     engine_s: float = 0.0
     sandbox_s: float = 0.0
+    sandbox_start_s: float = 0.0
     verify_s: float = 0.0
     patch: str = ""
 
@@ -126,7 +127,8 @@ class _Episode:
         except BaseException:
             await sandbox.close()
             raise
-        self.sandbox_s += time.monotonic() - begin_s
+        self.sandbox_start_s = time.monotonic() - begin_s
+        self.sandbox_s += self.sandbox_start_s
         return sandbox
 
     async def _answer(self) -> tuple[Status, Verification]:
@@ -282,6 +284,7 @@ async def run_episode(
         payload_sha256=payload.sha256() if payload else None,
         engine_s=episode.engine_s,
         sandbox_s=episode.sandbox_s,
+        sandbox_start_s=episode.sandbox_start_s,
         verify_s=episode.verify_s,
         wall_s=time.monotonic() - start_s,
         error=error,

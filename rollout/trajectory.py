@@ -102,5 +102,7 @@ class Trajectory:
     """Seconds spent starting sandboxes and running commands."""
     verify_s: float
     wall_s: float
+    sandbox_start_s: float = 0.0
+    """The part of `sandbox_s` before the first command could run; generation of the first turn runs beside it."""
     error: str | None = None
     """For masked trajectories: what was lost."""
