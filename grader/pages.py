@@ -21,7 +21,7 @@ MAX_ENUM = 64
 """References of one candidate that a compact schema lists."""
 _UNREAD_LINES = 6
 """Lines shown of a part of a patch that is not indexed (binary files, modes, what does not parse)."""
-_PLAIN_PATH = re.compile(r"[\w.@+,~/-]+")
+_PLAIN_PATH = re.compile(r"[\w.@+,~/-]{1,200}")
 _COMMAND_CHARS = 160
 _RESULT_CHARS = 80
 _PATH_CHARS = 60

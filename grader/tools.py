@@ -7,6 +7,7 @@ when they are filed, by the code that checks the verdict (M2.6), and what was fi
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -237,7 +238,7 @@ class Desk:
         return min(LINE_CHARS, max(self.output_chars // 4, 40))
 
     def _framed(self, title: str, lines: Sequence[str]) -> str:
-        name = word(title, LINE_CHARS).replace(">", "?")
+        name = re.sub("[<>]", "?", word(title, LINE_CHARS))
         return "\n".join([f"## {name}", *lines] if self.style == "compact" else frame(name, lines))
 
     def error(self, message: str) -> str:
