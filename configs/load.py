@@ -20,6 +20,7 @@ from configs.errors import ConfigError
 from configs.problems import KeyPath, Problem, report, show
 from configs.secrecy import redact
 from configs.sft_schema import SftRecipe
+from configs.trace_schema import TraceConfig
 from configs.values import explain_all
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -49,7 +50,8 @@ def load(model: type[Model], file: Path, overrides: Sequence[str] = (), arms: Se
     """
     origins: dict[KeyPath, str] = {}
     shipped = Path(__file__).parent
-    data = _read(file, origins, shipped / "sft" if issubclass(model, SftRecipe) else shipped)
+    folders: dict[type[BaseModel], Path] = {SftRecipe: shipped / "sft", TraceConfig: shipped / "traces"}
+    data = _read(file, origins, folders.get(model, shipped))
     for arm in arms:
         arm_origins: dict[KeyPath, str] = {}
         _merge(data, _read(arm, arm_origins, shipped / "arms"), origins, arm_origins, ())

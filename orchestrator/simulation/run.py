@@ -1,0 +1,213 @@
+"""One simulated run: the production scheduler, ledger, mixer and grading stage over simulated parts."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from configs.trace_schema import TraceConfig
+from envs.task import TaskKind
+from infra.sinks import JsonlFile
+from learner.group import StepStats
+from orchestrator.alarms import Alarm
+from orchestrator.checkpoint import Checkpoints
+from orchestrator.grading_stage import GradingStage
+from orchestrator.ledger import CompleteGroup, Ledger, Stage
+from orchestrator.loop import Parts, Scheduler, StepRecord
+from orchestrator.mixer import Mixer
+from orchestrator.simulation.clock import run_virtual
+from orchestrator.simulation.figures import Sample, SimulatedStep, Simulation, step_figures
+from orchestrator.simulation.load import Load, SimulatedSource
+from orchestrator.simulation.parts import SimulatedEngines, SimulatedGraders, SimulatedLearner, SimulatedRollouts
+from orchestrator.simulation.workclock import WorkClock
+
+Schedule = Literal["overlap", "sequential"]
+SAMPLE_EVERY_S = 15
+"""Virtual seconds between the points of the plots."""
+GATE_S = 5.0
+"""Virtual seconds between two looks of the sequential schedule."""
+
+
+def simulate(
+    trace: TraceConfig, *, schedule: Schedule = "overlap", on_step: Callable[[SimulatedStep], None] = lambda _: None
+) -> Simulation:
+    """Run a trace under the virtual clock.
+
+    `schedule`: overlap is the scheduler as it is. sequential has the same pools, but grading is a phase of its own: it
+    begins when the groups of a step are collected, and no rollout goes on until it has ended.
+
+    Raises:
+        GagarError: the scheduler gave up, or stands still.
+    """
+    with tempfile.TemporaryDirectory(prefix="gagar-simulate-") as folder:
+        return run_virtual(_simulate(trace, schedule, on_step, Path(folder)))
+
+
+async def _simulate(
+    trace: TraceConfig, schedule: Schedule, on_step: Callable[[SimulatedStep], None], folder: Path
+) -> Simulation:
+    config = trace.run_config()
+    # The scheduler admits nothing for steps that will not come; the last step to be measured must not feel that.
+    config = config.model_copy(update={"steps": trace.steps + config.scheduler.max_staleness + 1})
+    load = Load(trace)
+    engines = SimulatedEngines(WorkClock())
+    rollout = SimulatedRollouts(trace, load, engines)
+    grader = SimulatedGraders(trace, load, config.algorithm.rubric) if trace.grading else None
+    learner = SimulatedLearner(trace)
+    observer = _Observer(trace, rollout, grader, learner, on_step)
+    ledger = Ledger()
+    scheduler = Scheduler(
+        config=config,
+        parts=Parts(
+            sources={name: SimulatedSource(name, TaskKind(source.kind)) for name, source in trace.sources.items()},
+            engines=cast(Any, engines),
+            rollout=cast(Any, rollout),
+            grader=cast(Any, grader),
+            learner=cast(Any, learner),
+        ),
+        ledger=ledger,
+        mixer=Mixer(config.sources, alpha=config.scheduler.alpha),
+        audit=JsonlFile(Path("/dev/null"), sync=False),  # lines are made as in a run, and then there would be gigabytes
+        checkpoints=Checkpoints(folder, keep=1),
+        telemetry=cast(Any, _Silent()),
+        observer=observer,
+    )
+    if schedule == "sequential" and scheduler.grading is not None:
+        gate = AfterCollection(scheduler.grading, ledger, trace.quotas(), engines.clock)
+        scheduler.grading = cast(GradingStage, gate)
+    running = asyncio.create_task(scheduler.run())
+    done = asyncio.create_task(observer.done.wait())
+    await asyncio.wait((running, done), return_when=asyncio.FIRST_COMPLETED)
+    done.cancel()
+    if not observer.done.is_set():
+        await running
+    running.cancel()
+    await asyncio.wait((running,))
+    return Simulation(
+        trace=trace,
+        schedule=schedule,
+        steps=tuple(observer.steps),
+        samples=tuple(observer.samples),
+        drawn={name: (int(count), total) for name, (count, total) in rollout.time_s.items()},
+    )
+
+
+class AfterCollection:
+    """The graders' stage with a gate before it: see `simulate`, sequential."""
+
+    def __init__(self, stage: GradingStage, ledger: Ledger, quotas: dict[str, int], clock: WorkClock) -> None:
+        self._stage = stage
+        self._ledger = ledger
+        self._quotas = quotas
+        self._clock = clock
+        self._held: list[CompleteGroup] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stage, name)
+
+    async def put(self, group: CompleteGroup) -> None:
+        """The gate takes any number."""
+        self._held.append(group)
+
+    async def run(self) -> None:
+        """Opens the gate once for every step."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._stage.run())
+            while True:
+                while not self._collected():
+                    await asyncio.sleep(GATE_S)
+                self._clock.hold()
+                held, self._held = self._held, []
+                for complete in held:
+                    await self._stage.put(complete)
+                while any(self._ledger.is_grading(complete.group_id) for complete in held):
+                    await asyncio.sleep(GATE_S)
+                self._clock.release()
+                await asyncio.sleep(GATE_S)  # the batch leaves
+
+    def _collected(self) -> bool:
+        if not self._held:
+            return False
+        return all(
+            self._ledger.count(Stage.READY, name) + sum(g.task.source == name for g in self._held) >= quota
+            for name, quota in self._quotas.items()
+        )
+
+
+class _Silent:
+    """Telemetry that keeps nothing: spans of 25,000 trajectories a step are a run's, not a simulation's."""
+
+    @contextmanager
+    def span(self, name: str, **attrs: Any) -> Iterator[None]:
+        yield
+
+    def record_span(self, name: str, start_s: float, end_s: float, **attrs: Any) -> None:
+        pass
+
+
+class _Observer:
+    """Takes the figures of each step, and samples for the plots."""
+
+    def __init__(
+        self,
+        trace: TraceConfig,
+        rollout: SimulatedRollouts,
+        grader: SimulatedGraders | None,
+        learner: SimulatedLearner,
+        on_step: Callable[[SimulatedStep], None],
+    ) -> None:
+        self._trace = trace
+        self._rollout = rollout
+        self._grader = grader
+        self._learner = learner
+        self._on_step = on_step
+        self._loop = asyncio.get_running_loop()
+        self._ticks = 0
+        self.steps: list[SimulatedStep] = []
+        self.samples: list[Sample] = []
+        self.done = asyncio.Event()
+
+    def on_step(self, scheduler: Scheduler, record: StepRecord, stats: StepStats) -> None:
+        """See Observer."""
+        if self.done.is_set():
+            return
+        step = step_figures(
+            number=scheduler.step,
+            end_s=self._loop.time(),
+            records=record.records,
+            retries=sum(record.retries.values()),
+            rollout_slot_s=self._rollout.area.slot_s(),
+            grader_slot_s=self._grader.area.slot_s() if self._grader else {},
+            learner_s=self._learner.busy_s,
+            dispatched={name: s.dispatched_total for name, s in scheduler.mixer.sources.items()},
+        )
+        self.steps.append(step)
+        self._on_step(step)
+        if scheduler.step >= self._trace.steps:
+            self.done.set()
+
+    def on_tick(self, scheduler: Scheduler, still_s: float) -> None:
+        """See Observer."""
+        self._ticks += 1
+        if self._ticks % SAMPLE_EVERY_S or self.done.is_set():
+            return
+        sources = scheduler.mixer.sources
+        self.samples.append(
+            Sample(
+                time_s=self._loop.time(),
+                rolling={name: self._rollout.area.busy[name] for name in sources},
+                grading={name: self._grader.area.busy[name] for name in sources} if self._grader else {},
+                collected={name: s.accepted / s.quota for name, s in sources.items()},
+                learning=scheduler.activity[0] in ("learning", "publishing"),
+            )
+        )
+
+    def on_checkpoint(self, path: Path) -> None:
+        """See Observer."""
+
+    def on_alarm(self, alarm: Alarm) -> None:
+        """See Observer."""
