@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
@@ -30,6 +30,7 @@ from infra.spans import (
     overlap_share,
     without,
 )
+from orchestrator.bottleneck import critical
 from rollout.trajectory import Status
 
 Record = Mapping[str, Any]
@@ -60,6 +61,8 @@ class StepFacts:
     """Rolling figures of the graders by metric name (orchestrator/alarms.py); empty where nothing is graded."""
     pool_units: Mapping[str, float]
     """GPUs, or CPU threads, that each of `rollout`, `grader` and `learner` holds; see `pool_units`."""
+    slots: Mapping[str, int] = field(default_factory=dict)
+    """Slots of `rollout` and `grader`; of a pool that changed its size in the step the fewest. Empty: unknown."""
 
 
 @dataclass(slots=True)
@@ -99,6 +102,7 @@ def step_metrics(facts: StepFacts) -> Metrics:
     out.scalars.update((f"learner/{key}", float(value)) for key, value in facts.stats.items() if value is not None)
     _overlap(out, facts)
     _time(out, facts)
+    _bottleneck(out, facts)
     return out
 
 
@@ -283,3 +287,16 @@ def _time(out: Metrics, facts: StepFacts) -> None:
     if total > 0.0:
         for pool, value in cost.items():
             out.scalars[f"cost/{pool}_share"] = value / total
+
+
+def _bottleneck(out: Metrics, facts: StepFacts) -> None:
+    """What was critical in the step (orchestrator/bottleneck.py)."""
+    if "rollout" not in facts.slots or facts.window[1] <= facts.window[0]:
+        return
+    out.scalars.update((f"pool/{name}_slots", float(slots)) for name, slots in facts.slots.items())
+    found = critical(facts.spans, facts.window, facts.slots)
+    out.scalars.update((f"bottleneck/{cause}", share) for cause, share in found.shares.items())
+    if found.shares["grader"]:
+        out.scalars["bottleneck/queued_groups"] = found.queued_groups
+    if found.shares["rollout_tail"]:
+        out.scalars["bottleneck/free_slots"] = found.free_slots

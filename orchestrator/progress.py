@@ -19,6 +19,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from orchestrator.bottleneck import shares_of, shares_text, verdict
+
 LIVE_INTERVAL_S = 0.5
 
 Activity = Literal["starting", "waiting", "learning", "publishing", "checkpointing", "evaluating", "finished"]
@@ -257,6 +259,8 @@ def summary_rows(
         share = fmean(v for _, v in overlap)
         rows.append(("Grading beside rollouts", f"{share:.0%} of grading time, in {beside} of {len(metrics)} steps"))
     rows += _where_time_went(metrics, phases_s)
+    if (found := verdict(metrics)) is not None:
+        rows.append(("Bottleneck", f"{found.sentence} ({found.evidence}); {shares_text(shares_of(metrics))}"))
     return rows
 
 

@@ -16,6 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from infra.errors import StorageError
+from orchestrator.bottleneck import verdict
 from orchestrator.progress import ProgressSnapshot, clock_text
 from orchestrator.runfiles import METRICS, STATUS, read_jsonl, require_run
 
@@ -33,6 +34,9 @@ SHOWN = (
     "time/step_s",
 )
 """Metrics of the last step that are worth a glance."""
+
+RECENT_STEPS = 5
+"""Steps whose bottleneck is told."""
 
 EXIT_CODES = {"running": 0, "finished": 0, "failed": 1, "dead": 1}
 
@@ -160,6 +164,8 @@ def _table(run_dir: Path, status: Mapping[str, Any], state: str, now: float) -> 
         last = metrics[-1]
         values = ", ".join(f"{name} {last[name]:.4g}" for name in SHOWN if last.get(name) is not None)
         row(f"metrics of step {last['step']}", values)
+    if (found := verdict(metrics[-RECENT_STEPS:])) is not None:
+        row("bottleneck", f"{found.sentence} ({found.evidence})")
     return table
 
 

@@ -177,11 +177,12 @@ def records() -> list[dict[str, Any]]:
 
 
 def spans(start_s: float) -> list[Span]:
-    """Ten seconds: rollouts 0-6, one grade 5-7.5, learning 8-9, publishing 9-9.5, a checkpoint 9.5-9.75."""
+    """Ten seconds: rollouts 0-6, one grade 5-7.5 (another group waits for it from 7 to 7.4), learning 8-9, publishing 9-9.5, a checkpoint 9.5-9.75."""
     times = [
         ("rollout", 0.0, 4.0, "other"),
         ("rollout", 3.0, 6.0, "other"),
         ("grade", 5.0, 7.5, "capped"),
+        ("grade_queue", 7.0, 7.4, "exact"),
         ("learn", 8.0, 9.0, ""),
         ("publish", 9.0, 9.5, ""),
         ("checkpoint", 9.5, 9.75, ""),
@@ -222,6 +223,7 @@ def facts(**changes: Any) -> StepFacts:
         "acceptance": {"minirepo": 0.5, "arith": 0.9},
         "grader": watched(),
         "pool_units": {"rollout": 1.0, "grader": 1.0, "learner": 2.0},
+        "slots": {"rollout": 2, "grader": 1},
     }
     return StepFacts(**{**given, **changes})
 

@@ -182,3 +182,25 @@ def test_pool_units_count_threads_on_cpus_and_gpus_on_gpus() -> None:
         grader=GraderConfig(backend=EndpointGraderBackend(type="endpoint", base_url="http://x", model="g")),
     )
     assert pool_units(config) == {"rollout": 8.0, "learner": 6.0}
+
+
+def test_what_bounded_the_step_is_a_metric_and_only_where_the_pools_are_known() -> None:
+    """Of ten seconds two rollouts ran for one, one of them for five; the grader was alone for 1.5, with a queue .4."""
+    scalars = step_metrics(facts()).scalars
+    got = {name.removeprefix("bottleneck/"): v for name, v in scalars.items() if name.startswith("bottleneck/")}
+    assert got == pytest.approx(
+        {
+            "rollout": 0.1,
+            "rollout_tail": 0.5,
+            "free_slots": 1.0,
+            "grader": 0.04,
+            "queued_groups": 1.0,
+            "grader_tail": 0.11,
+            "learner": 0.1,
+            "publish": 0.05,
+            "checkpoint": 0.025,
+            "idle": 0.075,
+        }
+    )
+    assert (scalars["pool/rollout_slots"], scalars["pool/grader_slots"]) == (2.0, 1.0)
+    assert not any(name.startswith("bottleneck/") for name in step_metrics(facts(slots={})).scalars)

@@ -6,6 +6,7 @@ from typing import Any
 from rich.console import Console
 from run_folder import evaluation
 
+from orchestrator.bottleneck import CAUSES
 from orchestrator.progress import (
     PoolLoad,
     Progress,
@@ -169,6 +170,17 @@ def test_the_end_table_adds_up() -> None:
         ("Grading beside rollouts", "25% of grading time, in 1 of 3 steps"),
         ("Where the time went", "start-up 40 s (40%), rollout 40 s (40%), learning 20 s (20%); 100 s in all"),
     ]
+
+
+def test_the_end_table_says_what_bounded_the_run() -> None:
+    causes = {f"bottleneck/{cause}": 0.0 for cause in CAUSES}
+    step = {"step": 1, "time/step_s": 10.0, **causes, "bottleneck/grader": 0.6, "bottleneck/learner": 0.4}
+    ((name, text),) = summary_rows([{**step, "bottleneck/queued_groups": 2.5}], [], {})
+    assert name == "Bottleneck"
+    assert text == (
+        "add graders: they bound 60 % of the step (the learner waited while every grader slot was busy and 2.5 groups "
+        "queued for one); grader 60 %, learner 40 %"
+    )
 
 
 def test_the_end_table_of_a_run_without_data_is_empty_and_half_an_evaluation_says_so() -> None:

@@ -51,6 +51,7 @@ def test_a_running_run_shows_where_it_stands(tmp_path: Path) -> None:
         "metrics of step 3",
         "grading/tier1_share 0.5",
         "learner/loss 0.1",
+        "the last rollouts bound 50 % of the step",
     ):
         assert part in text
 
