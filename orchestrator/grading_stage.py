@@ -11,7 +11,6 @@ those that this call sent. One that comes late, twice, or for another group move
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,6 +22,7 @@ from infra.spans import CANARY, GRADE, QUEUE
 from infra.telemetry import Telemetry
 from orchestrator.alarms import Alarm, GraderWatch
 from orchestrator.canaries import Canaries
+from orchestrator.clock import Clock
 from orchestrator.ledger import CompleteGroup
 
 ATTEMPTS = 2
@@ -39,6 +39,7 @@ class GradingStage:
         seed: int,
         pool: ActorPool,
         telemetry: Telemetry,
+        clock: Clock,
         canaries: Canaries | None,
         spawn: Callable[[Coroutine[Any, Any, None]], None],
         step: Callable[[], int],
@@ -52,6 +53,7 @@ class GradingStage:
         self._seed = seed
         self._pool = pool
         self._telemetry = telemetry
+        self._clock = clock
         self._canaries = canaries
         self._spawn = spawn
         self._on_grade = on_grade
@@ -80,7 +82,7 @@ class GradingStage:
             group = await self._queue.get()
             await self._slots.acquire()
             since_s = self.waiting.pop(group.group_id)
-            self._telemetry.record_span(QUEUE, since_s, time.monotonic(), group_id=group.group_id)
+            self._telemetry.record_span(QUEUE, since_s, self._clock.now(), group_id=group.group_id)
             self._spawn(self._grade(group))
             del group  # else its payloads stay in the object store until the next one comes
             if self._canaries is not None and self._canaries.due(self._canaries_at_once):
@@ -94,7 +96,7 @@ class GradingStage:
             base_state=base_state_of(group.task),
             trajectories=tuple(m.trajectory for m in group.valid),
             order_seed=self._seed + group.index,
-            submitted_unix_s=time.time() - (time.monotonic() - group.completed_s),  # since then it waits for a grader
+            submitted_unix_s=self._clock.unix() - (self._clock.now() - group.completed_s),  # since then it waits for a grader
         )
         with self._telemetry.span(GRADE, group_id=group.group_id):
             reply = await self._ask(request, [m.transcript for m in group.valid])
@@ -112,7 +114,7 @@ class GradingStage:
             base_state=base_state_of(group.task),
             trajectories=group.trajectories,
             order_seed=self._seed + canary.number,
-            submitted_unix_s=time.time(),
+            submitted_unix_s=self._clock.unix(),
         )
         with self._telemetry.span(CANARY, group_id=group.group_id):
             reply = await self._ask(request, group.transcripts)
@@ -123,7 +125,7 @@ class GradingStage:
         """A grader's answer, and the slot back. Whatever goes wrong costs a fallback, never more (M1.10)."""
         from ray.exceptions import RayError
 
-        start_s = time.monotonic()
+        start_s = self._clock.now()
         try:
             while True:
                 try:
@@ -131,10 +133,10 @@ class GradingStage:
                     return self._check(request, reply)
                 except (ActorLost, ActorTimeout) as e:
                     if request.attempt + 1 == ATTEMPTS:
-                        return lost_reply(request, str(e), run_s=time.monotonic() - start_s)
-                    request = replace(request, attempt=request.attempt + 1, submitted_unix_s=time.time())
+                        return lost_reply(request, str(e), run_s=self._clock.now() - start_s)
+                    request = replace(request, attempt=request.attempt + 1, submitted_unix_s=self._clock.unix())
                 except RayError as e:  # Ray's own: a transcript was lost with its node, so nobody can read the group
-                    return lost_reply(request, f"{type(e).__name__}: {e}", run_s=time.monotonic() - start_s)
+                    return lost_reply(request, f"{type(e).__name__}: {e}", run_s=self._clock.now() - start_s)
         finally:
             self._slots.release()
 

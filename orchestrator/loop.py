@@ -13,7 +13,6 @@ The graders' arrow is grading_stage.py.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
 from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import contextmanager
@@ -35,6 +34,7 @@ from orchestrator.archive import GroupArchive
 from orchestrator.audit import audit_record
 from orchestrator.canaries import Canaries
 from orchestrator.checkpoint import Checkpoints
+from orchestrator.clock import Clock
 from orchestrator.credit import Credit, GroupOutcome, classify, credit, skipped
 from orchestrator.grading_stage import GradingStage
 from orchestrator.ledger import CompleteGroup, Ledger, Member, ReadyGroup, RollingGroup
@@ -105,8 +105,10 @@ class Scheduler:
         observer: Observer,
         start_step: int = 0,
         archive: GroupArchive | None = None,
+        clock: Clock | None = None,
     ) -> None:
         self.config = config
+        self.clock = clock or Clock()
         self.parts = parts
         self.ledger = ledger
         self.mixer = mixer
@@ -116,9 +118,9 @@ class Scheduler:
         self.telemetry = telemetry
         self.step = start_step
         """Optimiser steps done; also the version of the weights in the engines."""
-        self.moved_s = time.monotonic()
+        self.moved_s = 0.0
         """When anything last moved: a trajectory that was not lost, a grade, a step."""
-        self.activity: tuple[Activity, float] = ("waiting", time.monotonic())
+        self.activity: tuple[Activity, float] = ("waiting", 0.0)
         """What `_train` does, and since when."""
         self._observer = observer
         self.grading: GradingStage | None = None
@@ -129,6 +131,7 @@ class Scheduler:
                 seed=config.seed,
                 pool=parts.grader,
                 telemetry=telemetry,
+                clock=self.clock,
                 canaries=parts.canaries,
                 spawn=self._spawn,
                 step=lambda: self.step,
@@ -142,7 +145,7 @@ class Scheduler:
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         """Set when a group became ready or ended: wakes `_admit` and `_train`."""
-        self._record = StepRecord(started_s=time.monotonic())
+        self._record = StepRecord(started_s=0.0)
 
     async def run(self) -> None:
         """Train until the configured number of steps is done.
@@ -150,6 +153,8 @@ class Scheduler:
         Raises:
             ExceptionGroup: a loop failed; holds the GagarError that says what and why.
         """
+        self.moved_s = self._record.started_s = self.clock.now()
+        self.activity = ("waiting", self.moved_s)
         async with asyncio.TaskGroup() as group:
             self._group = group
             loops = [self._admit(), self._roll(), self._collect(), self._watch()]
@@ -187,7 +192,7 @@ class Scheduler:
                 index=index,
                 size=size,
                 version=self.step,
-                admitted_s=time.monotonic(),
+                admitted_s=self.clock.now(),
             )
             self.ledger.admit(rolling)
             for slot in range(size):
@@ -213,7 +218,7 @@ class Scheduler:
     async def _roll_one(self, rolling: RollingGroup, slot: int, attempt: int) -> None:
         """One trajectory. Lost to infrastructure: only it is sampled again; its finished siblings stay."""
         trajectory_id = f"{rolling.group_id}/{slot}.{attempt}"
-        start_s = time.monotonic()
+        start_s = self.clock.now()
         wall_s = self.config.rollout.limits.wall_s
         payload = transcript = None
         with self.telemetry.span(
@@ -230,12 +235,12 @@ class Scheduler:
                         f"no rollout worker is left ({e}); mend what ends them, then run the same command with --resume"
                     ) from e
                 trajectory = lost_trajectory(
-                    rolling.task, trajectory_id, rolling.group_id, str(e), time.monotonic() - start_s
+                    rolling.task, trajectory_id, rolling.group_id, str(e), self.clock.now() - start_s
                 )
             finally:
                 self._roll_slots.release()
         if not trajectory.status.masked:  # losses alone are no progress, so `abort_after_s` ends a run of nothing else
-            self.moved_s = time.monotonic()
+            self.moved_s = self.clock.now()
         if trajectory.status.masked and attempt < self.config.rollout.infra_retries:
             self._record.retries[trajectory.status.value] += 1
             await self._to_roll.put((rolling, slot, attempt + 1))
@@ -251,7 +256,7 @@ class Scheduler:
             await self._take(*await self._ended.get())
 
     async def _take(self, group_id: str, slot: int, member: Member) -> None:
-        group = self.ledger.record(group_id, slot, member, time.monotonic())
+        group = self.ledger.record(group_id, slot, member, self.clock.now())
         if group is None:
             return
         trajectories = [m.trajectory for m in group.members]
@@ -267,7 +272,7 @@ class Scheduler:
         """A grade, or why there is none (M1.10). For a group that has ended meanwhile it lands nowhere."""
         if not self.ledger.is_grading(group.group_id):
             return
-        self.moved_s = time.monotonic()
+        self.moved_s = self.clock.now()
         given = credit(
             [m.trajectory for m in group.members],
             self.config.algorithm,
@@ -280,7 +285,7 @@ class Scheduler:
             self._ready(group, given, reply)
 
     def _ready(self, group: CompleteGroup, given: Credit, reply: GradeReply | None) -> None:
-        now_s = time.monotonic()
+        now_s = self.clock.now()
         self.ledger.make_ready(ReadyGroup(group=group, credit=given, reply=reply, ready_s=now_s))
         self.mixer.observe(group.task.source, accepted=True, time_s=group.completed_s - group.admitted_s)
         self._changed.set()
@@ -356,10 +361,10 @@ class Scheduler:
 
     @contextmanager
     def _doing(self, activity: Activity, span: str, step: int) -> Iterator[None]:
-        self.activity = (activity, time.monotonic())
+        self.activity = (activity, self.clock.now())
         with self.telemetry.span(span, step=step):
             yield
-        self.moved_s = time.monotonic()
+        self.moved_s = self.clock.now()
         self.activity = ("waiting", self.moved_s)
 
     def _state(self) -> dict[str, Any]:
@@ -371,7 +376,7 @@ class Scheduler:
         """Shows progress every second. Raises GagarError when nothing has moved for `abort_after_s`."""
         while True:
             await asyncio.sleep(1.0)
-            still_s = time.monotonic() - self.moved_s
+            still_s = self.clock.now() - self.moved_s
             self._observer.on_tick(self, still_s)
             if still_s > self.config.scheduler.abort_after_s:
                 raise GagarError(

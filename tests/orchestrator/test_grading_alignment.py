@@ -19,6 +19,7 @@ from envs.task import Split, TaskKind
 from grader.exchange import GradeReply, GradeRequest, accept
 from grader.scripted import ScriptedGrader
 from infra.pool import ActorLost, ActorTimeout
+from orchestrator.clock import Clock
 from orchestrator.credit import Credit, credit
 from orchestrator.grading_stage import GradingStage
 from orchestrator.ledger import CompleteGroup, Member
@@ -137,6 +138,7 @@ def graded(answer: Answer, *, check: Check = accept, attach: Attach = credit) ->
                 seed=0,
                 pool=cast(Any, Graders(answer)),
                 telemetry=cast(Any, ScriptedTelemetry()),
+                clock=Clock(),
                 canaries=None,
                 spawn=spawn,
                 step=lambda: 0,
