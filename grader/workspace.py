@@ -87,7 +87,7 @@ class Workspace:
         path = _normal(path)
         rows = self._rows(path, brief)
         if start is not None or end is not None:
-            first, last = start or 1, len(rows) if end is None else end
+            first, last = 1 if start is None else start, len(rows) if end is None else end
             if first < 1 or last < first or first > max(len(rows), 1):
                 raise WorkspaceError(f"{path} has lines 1 to {len(rows)}; there are no lines {first} to {last}")
             rows = rows[first - 1 : last]
@@ -110,7 +110,13 @@ class Workspace:
         found: list[Row] = []
         count = 0
         for name in self._below(path):
-            for number, row in enumerate(self._rows(name, brief=False), start=1):
+            try:
+                rows = self._rows(name, brief=False)
+            except WorkspaceError:
+                if name == path:
+                    raise
+                continue  # a file that is not text
+            for number, row in enumerate(rows, start=1):
                 if pattern in row.text:
                     count += 1
                     if count <= MAX_FOUND:
