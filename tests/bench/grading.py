@@ -60,9 +60,11 @@ def main() -> None:
             measured.append((level, time.monotonic() - start_s, results))
             progress.event(f"{count} groups, {level} at once: {measured[-1][1]:.1f} s")
 
-    with_graders(config, progress, work)
-    progress.close()
-    print_table(measured[1:], given.groups)
+    try:
+        with_graders(config, progress, work)
+    finally:
+        progress.close()
+        print_table(measured[1:], given.groups)
 
 
 def print_table(measured: list[tuple[int, float, list[GroupResult]]], groups: int) -> None:

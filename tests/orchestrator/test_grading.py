@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import signal
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -323,3 +324,33 @@ def test_an_answer_to_something_else_is_a_fallback() -> None:
 
     shown = grade(Graders(wrong), [stored_group("g1")])
     assert "0.0% (0 of 1 gradings)" in shown and f"fallback: {FallbackReason.MISMATCH.value}" in shown
+
+
+# ---- docs/grading.md -------------------------------------------------------------------------------------------------
+
+DOCS = (Path(__file__).parents[2] / "docs" / "grading.md").read_text(encoding="utf-8")
+
+
+def test_the_group_of_the_documentation_can_be_graded(tmp_path: Path) -> None:
+    script = DOCS.split("```bash\n")[1].split("```")[0]
+    subprocess.run(["bash", "-euc", script], cwd=tmp_path, check=True)
+    target = load_target(str(tmp_path / "total"), CONFIG)
+    (group,) = target.groups
+    assert [len(t.turns) for t in group.transcripts] == [2, 0]
+    assert "100.0% (1 of 1 candidates)" in grade(Graders(), [], target=target)
+
+
+def test_the_documentation_explains_every_figure_that_is_shown(tmp_path: Path) -> None:
+    shown = grade(Graders(), [labelled("g1")], repeat=2, permute=True)
+    for name in ("valid verdicts", "tiers given", "tier as known", "score as known", "same tier when asked again"):
+        assert name in shown and f"| {name} |" in DOCS
+    for name in ("ranking against known, tau-b", "same ranking when asked again", "other tier in another order"):
+        assert name in shown and f"| {name} |" in DOCS
+    assert "time of a grading" in shown and "| time of a grading |" in DOCS
+
+
+def test_the_documentation_s_way_to_folders_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_archive(tmp_path / "runs" / "learn" / "archive", stored_group("g1"))
+    exec(DOCS.split("```python\n")[1].split("```")[0], {})
+    assert [g.group_id for g in load_target("to-label", CONFIG).groups] == ["g1"]
