@@ -64,6 +64,15 @@ def read_spans(path: Path) -> list[Span]:
     return spans
 
 
+def read_sessions(path: Path) -> list[float]:
+    """When each session of a run opened its file of spans, Unix seconds.
+
+    Raises:
+        StorageError: the file is damaged.
+    """
+    return [row["anchor"]["unix_s"] for row in read_jsonl(path) if "anchor" in row]
+
+
 def require_run(run_dir: Path) -> None:
     """Refuse a folder that is not a run.
 
