@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -10,6 +9,7 @@ from statistics import fmean
 
 from configs.schema import RunConfig
 from infra.pool import ActorPool
+from infra.spans import QUEUE, Span
 from infra.telemetry import Telemetry
 from learner.group import StepStats
 from orchestrator.alarms import Alarm
@@ -33,6 +33,8 @@ class RunObserver:
         self._rewards: dict[str, float] = {}
         self._cap_rate: float | None = None
         self._stall_told_s = 0.0
+        self._slots: dict[str, int] = {}
+        """At the end of the last step."""
         self._canaries = 0
         """Graded up to the last step."""
         self.checkpoint: str | None = None
@@ -59,7 +61,7 @@ class RunObserver:
 
     def on_step(self, scheduler: Scheduler, record: StepRecord, stats: StepStats) -> None:
         """Log the step (metrics.jsonl, W&B) and say one line about it."""
-        now_s = time.monotonic()
+        now_s = scheduler.clock.now()
         window = (record.started_s, now_s)
         metrics = step_metrics(
             StepFacts(
@@ -67,11 +69,12 @@ class RunObserver:
                 retries=record.retries,
                 stats=asdict(stats),
                 window=window,
-                spans=self._telemetry.take(window),
+                spans=[*self._telemetry.take(window), *_queued(scheduler, now_s)],
                 quotas=scheduler.mixer.quotas,
                 acceptance={name: s.acceptance for name, s in scheduler.mixer.sources.items()},
                 grader=self._grader(scheduler),
                 pool_units=pool_units(self._config),
+                slots=self._fewest_slots(scheduler),
             )
         )
         self._telemetry.log_step(scheduler.step, metrics.scalars, metrics.histograms)
@@ -97,6 +100,13 @@ class RunObserver:
             self._stall_told_s = still_s
             self._progress.event(stall_message(shown, still_s))
 
+    def _fewest_slots(self, scheduler: Scheduler) -> dict[str, int]:
+        """Slots by pool; of one that grew or shrank in this step those it had all the time."""
+        pools = {"rollout": scheduler.parts.rollout, "grader": scheduler.parts.grader}
+        now = {name: pool.occupancy()[1] for name, pool in pools.items() if pool is not None}
+        before, self._slots = self._slots, now
+        return {name: min(slots, before.get(name, slots)) for name, slots in now.items()}
+
     def _grader(self, scheduler: Scheduler) -> dict[str, float]:
         """The graders' rolling figures, and the canaries of this step."""
         stage = scheduler.grading
@@ -119,7 +129,7 @@ class RunObserver:
         self.checkpoint = str(path)
 
     def _snapshot(self, scheduler: Scheduler) -> ProgressSnapshot:
-        now_s = time.monotonic()
+        now_s = scheduler.clock.now()
         ledger = scheduler.ledger
         rollout, grader = scheduler.parts.rollout, scheduler.parts.grader
         pools = {name: load(pool) for name, pool in (("rollout", rollout), ("grader", grader)) if pool is not None}
@@ -150,6 +160,12 @@ class RunObserver:
             cap_rate=self._cap_rate,
             alarms=scheduler.grading.watch.alarms if scheduler.grading else (),
         )
+
+
+def _queued(scheduler: Scheduler, now_s: float) -> list[Span]:
+    """The waits for a grader that have not ended: no file has them yet."""
+    waiting = scheduler.grading.waiting if scheduler.grading is not None else {}
+    return [Span(name=QUEUE, start_s=since_s, end_s=now_s) for since_s in waiting.values()]
 
 
 def load(pool: ActorPool) -> PoolLoad:
