@@ -163,7 +163,7 @@ class Simulation:
 
     @property
     def swing(self) -> float:
-        """How much the sources' shares of the rollout slots move: root of the summed variances, in parts of the pool."""
+        """How much the sources' parts of the rollout slots move: root of their summed variances, 1 is all of it."""
         samples = self._steady_samples()
         if not samples:
             return math.nan
@@ -227,7 +227,7 @@ def step_figures(
     import psutil
 
     staleness = Counter[int]()
-    times: dict[str, tuple[int, float]] = {name: (0, 0.0) for name in dispatched}
+    times: dict[str, tuple[int, float]] = dict.fromkeys(dispatched, (0, 0.0))
     trained = Counter[str]()
     for record in records:
         if record["outcome"] != "trained":

@@ -118,14 +118,12 @@ class AfterCollection:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._stage.run())
             while True:
-                while not self._collected():
-                    await asyncio.sleep(GATE_S)
+                await _until(self._collected)
                 self._clock.hold()
                 held, self._held = self._held, []
                 for complete in held:
                     await self._stage.put(complete)
-                while any(self._ledger.is_grading(complete.group_id) for complete in held):
-                    await asyncio.sleep(GATE_S)
+                await _until(lambda: not any(self._ledger.is_grading(g.group_id) for g in held))  # noqa: B023
                 self._clock.release()
                 await asyncio.sleep(GATE_S)  # the batch leaves
 
@@ -136,6 +134,12 @@ class AfterCollection:
             self._ledger.count(Stage.READY, name) + sum(g.task.source == name for g in self._held) >= quota
             for name, quota in self._quotas.items()
         )
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    """What the whole ledger says has no event to wait for."""
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(GATE_S)
 
 
 class _Silent:

@@ -1,4 +1,4 @@
-"""Work that takes time and can be held up: the rollouts of a pool, which all stand still while weights are published."""
+"""Work that takes time and can be held up: a pool's rollouts, which all stand still while weights are published."""
 
 from __future__ import annotations
 
