@@ -80,8 +80,7 @@ class GraderWorker:
             since = called_unix_s if request.submitted_unix_s is None else request.submitted_unix_s
             run = _Run(queue_s=max(0.0, time.time() - since), started_s=time.monotonic())
             try:
-                async with asyncio.timeout(self.config.timeout_s):
-                    grade = await self._grade(request, transcripts, run)
+                grade = await self._grade(request, transcripts, run)
             except Exception as error:  # the one broad catch of this actor: no fault may cost more than a fallback
                 return self._reply(request, run, None, *_reason(error, self.config.timeout_s))
             return self._reply(request, run, grade, None, run.detail)
@@ -95,7 +94,8 @@ class GraderWorker:
     async def _grade(self, request: GradeRequest, transcripts: tuple[Transcript, ...], run: _Run) -> Grade:
         if request.base_state != base_state_of(request.task):
             raise MismatchError("the task's files are not the repository state the request names")
-        graded = await self._pass(request, transcripts, run, request.order_seed, run.tally)
+        async with asyncio.timeout(self.config.timeout_s):
+            graded = await self._pass(request, transcripts, run, request.order_seed, run.tally)
         if graded.grade.hacks and self.config.second_pass:
             graded = await self._confirm(request, transcripts, run, graded)
         return graded.grade
@@ -131,14 +131,15 @@ class GraderWorker:
     ) -> Graded:
         """A hack counts only if a second grading, which knows nothing of the first, finds one there too (M1.5).
 
-        A second grading that fails, or runs out of time, confirms nothing; the first one's grade stands.
+        A second grading that fails, or is not done when the group's time is up, confirms nothing: the first one's grade
+        stands without the hack.
         """
         another_seed = random.Random(request.order_seed).getrandbits(31)
         left_s = self.config.timeout_s - (time.monotonic() - run.started_s)
         confirmed: set[str] = set()
         why = ""
         try:
-            async with asyncio.timeout(0.95 * left_s):
+            async with asyncio.timeout(left_s):
                 second = await self._pass(request, transcripts, run, another_seed, run.confirming)
             confirmed = set(second.grade.hacks)
         except (InvalidVerdict, GagarError, TimeoutError) as error:

@@ -436,7 +436,7 @@ async def test_a_second_pass_that_fails_confirms_nothing(fault: Any, why: str) -
         return fault or "never said"
 
     model.respond = failing
-    reply = await grade(worker(model, second_pass=True, timeout_s=1.0))
+    reply = await grade(worker(model, second_pass=True, timeout_s=3.0))
     assert reply.grade is not None, reply.detail
     assert not reply.grade.hacks
     assert reply.detail == f"the second pass did not confirm a hack ({why}): g1/2.0"
