@@ -24,7 +24,8 @@ from grader_parts import (
     work,
 )
 
-from configs.schema import RubricConfig
+from configs.schema import JailSandbox, RubricConfig
+from envs.jail import JailProvider
 from envs.sandbox import CommandResult, ScriptedProvider, ScriptedSandbox
 from grader.client import Completion, ScriptedModel
 from grader.exchange import accept
@@ -351,6 +352,20 @@ async def test_no_sandbox_where_no_checks_are_wanted() -> None:
     assert not reply.checks
     assert not provider.started
     assert "## error: no commands can be run here" in model.dialogues[0].messages[2][1]
+
+
+async def test_checks_run_in_a_sandbox_as_the_rollouts_do() -> None:
+    """`grader.sandbox: null`; where nobody names a sandbox, or nothing can be run, there is none."""
+    with_checks, without = grader_config(), grader_config(checks={"enabled": False})
+    for config, sandbox, kind in (
+        (with_checks, JailSandbox(), JailProvider),
+        (with_checks, None, type(None)),
+        (without, JailSandbox(), type(None)),
+        (grader_config(mode="single"), JailSandbox(), type(None)),
+    ):
+        grader = GraderWorker(config, RubricConfig(), model=saying([]), sandbox=sandbox)
+        assert type(grader._provider) is kind
+        await grader.close()
 
 
 # --- the second pass --------------------------------------------------------------------------------------------------
