@@ -1,73 +1,40 @@
-"""An elastic pool of Ray actors, driven from one asyncio loop.
+"""An elastic pool of actors, driven from one asyncio loop.
 
 Knows nothing of what its actors do. Every actor has a number of slots; a call waits for a free slot on the live actor
 that has the fewest calls. An actor that dies, or does not answer in time, loses the calls it was running and is
 replaced. All methods belong to one event loop; nothing here is thread-safe.
+
+    starting --constructor has run--> live --resize--> draining --its calls are done, or handed back--> dead
+        \\-- cannot start, or its node left: dead, and another one starts in its place --/
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
 from typing import Any
 
-from infra.errors import GagarError
+from infra.actors import ActorDrained, ActorLost, Actors, ActorTimeout, RayActors, reason_of
+from infra.members import ActorLoad, ActorState, Member, PoolState
+
+__all__ = ["ActorDrained", "ActorLoad", "ActorLost", "ActorPool", "ActorState", "ActorTimeout", "PoolState"]
 
 _FIRST_BACKOFF_S = 0.5
 _LAST_BACKOFF_S = 30.0
-
-
-class ActorLost(GagarError):
-    """An actor died, or could not be started, while it owed the caller a result. The call may have run in part."""
-
-    def __init__(self, actor: str, method: str, detail: str = "") -> None:
-        super().__init__(f"actor {actor} was lost during {method}" + (f": {detail}" if detail else ""))
-        self.actor = actor
-        self.method = method
-        self.detail = detail
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.actor, self.method, self.detail)
-
-
-class ActorTimeout(GagarError):
-    """A call did not end within its deadline; its actor was replaced."""
-
-    def __init__(self, actor: str, method: str, timeout_s: float) -> None:
-        super().__init__(f"actor {actor} did not finish {method} within {timeout_s:g} s and was replaced")
-        self.actor = actor
-        self.method = method
-        self.timeout_s = timeout_s
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.actor, self.method, self.timeout_s)
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class _Member:
-    """One actor of the pool."""
-
-    name: str
-    handle: Any
-    failures: int
-    """Actors lost in a row in this place, without a finished call between."""
-    busy: int = 0
-    live: bool = True
-    """Takes new calls. False while draining and once dead."""
-    dead: bool = False
-    gone: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set once the actor is out of the pool."""
+_GRACE_S = 5.0
+"""What cancelled calls of a drained actor get to leave engines and sandboxes tidy, before the actor is ended."""
 
 
 class ActorPool:
     """`size` actors made by `factory`, each with `slots` slots.
 
-    `factory(name)` creates one Ray actor and returns its handle; names are "<pool>-<n>", none used twice. In any one
-    place of the pool at most `max_failures` actors in a row are replaced, with growing pauses; a finished call starts
-    the count anew. A pool that has no actor left and may start none fails its calls with ActorLost.
+    `factory(name)` creates one actor and returns its handle; names are "<pool>-<n>", none used twice. An actor takes
+    calls once its constructor has run. In any one place of the pool at most `max_failures` actors in a row are
+    replaced, with growing pauses; a finished call starts the count anew. A pool that has no actor left and may start
+    none fails its calls with ActorLost. `say` is told, in a line, of losses and of starts that fail.
     """
 
     def __init__(
@@ -79,19 +46,30 @@ class ActorPool:
         slots: int,
         max_failures: int = 5,
         first_backoff_s: float = _FIRST_BACKOFF_S,
+        ping_s: float = 10.0,
+        actors: Actors | None = None,
+        say: Callable[[str], None] = lambda _: None,
     ) -> None:
+        """`ping_s`: how often an idle actor is asked whether it lives; a busy one's calls tell."""
         self.name = name
+        self.slots = slots
         self.restarts = 0
         """Actors replaced so far."""
+        self.handed_back = 0
+        """Calls that drained actors gave back, so far."""
+        self.say = say
         self._factory = factory
         self._size = size
-        self._slots = slots
         self._max_failures = max_failures
         self._first_backoff_s = first_backoff_s
-        self._members: list[_Member] = []
-        self._waiting: deque[asyncio.Future[_Member]] = deque()
+        self._ping_s = ping_s
+        self._actors = actors or RayActors()
+        self._members: list[Member] = []
+        self._draining: dict[Member, asyncio.Task[None]] = {}
+        self._waiting: deque[tuple[asyncio.Future[Member], float]] = deque()
         self._pending = 0
         """Replacements that wait for their backoff to pass."""
+        self._listeners: list[Callable[[], None]] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._made = 0
         self._closed = False
@@ -111,54 +89,95 @@ class ActorPool:
         deadline = time.monotonic() + timeout_s
         for member in list(self._members):
             try:
-                await asyncio.wait_for(
-                    _value(member.handle.__ray_ready__.remote()), max(0.0, deadline - time.monotonic())
-                )
+                await asyncio.wait_for(member.started.wait(), max(0.0, deadline - time.monotonic()))
             except TimeoutError:
                 raise ActorLost(
                     member.name,
                     "its start",
                     f"not ready after {timeout_s:g} s; does the cluster have the resources that the pool asks for?",
                 ) from None
-            except _lost_errors() as e:
-                raise ActorLost(member.name, "its start", _reason(e)) from None
+            if member.state is ActorState.DEAD:
+                raise ActorLost(member.name, "its start", member.reason)
 
-    async def scale(self, size: int) -> None:
-        """Makes the pool `size` actors large; waits until surplus actors, which get no new calls, have finished."""
+    def resize(self, size: int, *, drain_s: float = 120.0) -> None:
+        """Makes the pool `size` actors large, in the background; returns at once.
+
+        New actors take calls once they are ready. Surplus ones, those with the fewest calls, get no new calls; what
+        they have not finished after `drain_s` is handed back: those calls raise ActorDrained. Raises ValueError below
+        one actor.
+        """
         if size < 1:
             raise ValueError(f"a pool needs at least one actor, not {size}")
         self._size = size
-        live = sorted((m for m in self._members if m.live), key=lambda m: m.busy)
-        surplus = live[: max(0, len(live) + self._pending - size)]
-        for member in surplus:
-            member.live = False
-            if member.busy == 0:
-                self._remove(member)
-        while sum(m.live for m in self._members) + self._pending < size:
+        surplus = max(0, len(self._members) - size)
+        for member in sorted(self._members, key=lambda m: (m.state is ActorState.LIVE, m.busy))[:surplus]:
+            self._drain(member, drain_s)
+        for member in list(self._draining):
+            if len(self._members) + self._pending < size and not member.revoked:  # it is wanted after all
+                self._draining.pop(member).cancel()
+                member.idle.clear()
+                member.turn(ActorState.LIVE)
+                self._members.append(member)
+        while len(self._members) + self._pending < size:
             self._add(failures=0)
+        self._notify()
         self._hand_out()
-        for member in surplus:
-            await member.gone.wait()
 
     async def shutdown(self) -> None:
         """Ends every actor at once. Calls still running raise ActorLost."""
         self._closed = True
         for task in list(self._tasks):
             task.cancel()
-        for member in list(self._members):
+        for member in [*self._members, *self._draining]:
             self._remove(member)
         self._last_failure = "the pool was shut down"
         self._fail_waiting()
 
+    # ---- what others see --------------------------------------------------------------------------------------------
+
+    def capacity(self) -> int:
+        """Slots of live actors now; follow it with `on_change`."""
+        return self.slots * sum(m.state is ActorState.LIVE for m in self._members)
+
+    def on_change(self, listener: Callable[[], None]) -> None:
+        """Has `listener` called, in the loop, whenever the capacity or the state of an actor may have changed."""
+        self._listeners.append(listener)
+
     def occupancy(self) -> tuple[int, int]:
-        """(busy slots, all slots) of the live actors; actors about to be replaced count, those that drain do not."""
-        live = [m for m in self._members if m.live]
-        return sum(m.busy for m in live), (len(live) + self._pending) * self._slots
+        """(busy slots, all slots) of the pool; actors that start or are about to be replaced count, those that drain
+        do not. (0, 0) means that nobody is left and nobody will come."""
+        coming = min(self._size, len(self._members) + self._pending)
+        return sum(m.busy for m in self._members), coming * self.slots
+
+    def state(self) -> PoolState:
+        """Sizes now."""
+        live = [m for m in self._members if m.state is ActorState.LIVE]
+        return PoolState(
+            target=self._size,
+            live=len(live),
+            starting=min(self._size, len(self._members) + self._pending) - len(live),
+            draining=len(self._draining),
+            busy=sum(m.busy for m in live),
+            slots=len(live) * self.slots,
+        )
+
+    def loads(self) -> list[ActorLoad]:
+        """Every actor, those that drain last."""
+        now_s = time.monotonic()
+        return [
+            ActorLoad(name=m.name, state=m.state, busy=m.busy, state_s=now_s - m.since_s)
+            for m in [*self._members, *self._draining]
+        ]
 
     @property
     def waiting(self) -> int:
         """Calls that wait for a slot."""
-        return sum(not w.done() for w in self._waiting)
+        return sum(not future.done() for future, _ in self._waiting)
+
+    def queue_s(self) -> float:
+        """Seconds that the oldest of them has waited; 0 where none does."""
+        oldest = next((since_s for future, since_s in self._waiting if not future.done()), None)
+        return 0.0 if oldest is None else time.monotonic() - oldest
 
     # ---- calls ------------------------------------------------------------------------------------------------------
 
@@ -169,46 +188,63 @@ class ActorPool:
 
         With `num_returns` 1, returns its value. With n > 1 the method returns n values: the first is fetched, the
         others stay in the object store, and `(first, [n - 1 ObjectRefs])` is returned. `timeout_s` counts from the
-        moment the actor gets the call. Raises what the method raises, ActorLost, or ActorTimeout; a cancelled call is
-        cancelled in the actor too.
+        moment the actor gets the call. Raises what the method raises, ActorLost, ActorDrained, or ActorTimeout; a
+        cancelled call is cancelled in the actor too.
         """
         member = await self._acquire(method)
         try:
-            bound = getattr(member.handle, method)
-            refs = (bound.options(num_returns=num_returns) if num_returns > 1 else bound).remote(*args, **kwargs)
-            first, rest = (refs[0], list(refs[1:])) if num_returns > 1 else (refs, [])
-            value = await self._wait(member, method, first, timeout_s)
+            if member.revoked:
+                raise ActorDrained(member.name, method)
+            first, *rest = self._actors.call(member.handle, method, args, kwargs, num_returns)
+            member.refs.add(first)
+            try:
+                value = await self._wait(member, method, first, timeout_s)
+            finally:
+                member.refs.discard(first)
         finally:
             self._release(member)
         return (value, rest) if num_returns > 1 else value
 
-    async def _wait(self, member: _Member, method: str, ref: Any, timeout_s: float | None) -> Any:
+    def broadcast(self, method: str, *args: Any) -> None:
+        """Calls `method` on every actor, those that start or drain included; nobody waits for it, and its errors are
+        the actors' own."""
+        for member in [*self._members, *self._draining]:
+            self._actors.call(member.handle, method, args, {}, 1)
+
+    async def _wait(self, member: Member, method: str, ref: Any, timeout_s: float | None) -> Any:
+        deadline = asyncio.timeout(timeout_s)
         try:
-            async with asyncio.timeout(timeout_s):  # wait_for can lose a cancellation that meets the result
-                value = await _value(ref)
-        except TimeoutError as e:
-            if timeout_s is None or _is_task_error(e):  # raised by the method itself
+            async with deadline:  # wait_for can lose a cancellation that meets the result
+                value = await ref
+        except TimeoutError:
+            if timeout_s is None or not deadline.expired():  # raised by the method itself
                 raise
             self._lose(member, f"{method} did not finish within {timeout_s:g} s")
             raise ActorTimeout(member.name, method, timeout_s) from None
-        except _lost_errors() as e:
-            self._lose(member, _reason(e))
-            raise ActorLost(member.name, method, _reason(e)) from None
+        except self._actors.cancelled():
+            if member.revoked:
+                raise ActorDrained(member.name, method) from None
+            raise
+        except self._actors.lost() as e:
+            if member.revoked:
+                raise ActorDrained(member.name, method) from None
+            self._lose(member, reason_of(e))
+            raise ActorLost(member.name, method, reason_of(e)) from None
         except asyncio.CancelledError:
-            _cancel(ref)
+            self._actors.cancel(ref)
             raise
         member.failures = 0
         return value
 
-    async def _acquire(self, method: str) -> _Member:
+    async def _acquire(self, method: str) -> Member:
         member = self._free()
         if member is not None and not self._waiting:
             member.busy += 1
             return member
         if self._hopeless():
             raise ActorLost(self.name, method, f"no actor is left ({self._last_failure})")
-        future: asyncio.Future[_Member] = asyncio.get_running_loop().create_future()
-        self._waiting.append(future)
+        future: asyncio.Future[Member] = asyncio.get_running_loop().create_future()
+        self._waiting.append((future, time.monotonic()))
         self._hand_out()
         try:
             return await future
@@ -219,77 +255,134 @@ class ActorPool:
         except ActorLost as e:
             raise ActorLost(e.actor, method, e.detail) from None
 
-    def _release(self, member: _Member) -> None:
+    def _release(self, member: Member) -> None:
         member.busy -= 1
-        if not member.live and not member.dead and member.busy == 0:
-            self._remove(member)
+        if member.busy == 0 and member.state is ActorState.DRAINING:
+            member.idle.set()
         self._hand_out()
 
-    def _free(self) -> _Member | None:
+    def _free(self) -> Member | None:
         """The live actor with the fewest calls, if it has a slot free."""
-        best = min((m for m in self._members if m.live), key=lambda m: m.busy, default=None)
-        return best if best is not None and best.busy < self._slots else None
+        live = (m for m in self._members if m.state is ActorState.LIVE)
+        best = min(live, key=lambda m: m.busy, default=None)
+        return best if best is not None and best.busy < self.slots else None
 
     def _hand_out(self) -> None:
         """Gives free slots to waiting calls, first come first served."""
         while self._waiting:
-            if self._waiting[0].done():
+            future, _ = self._waiting[0]
+            if future.done():
                 self._waiting.popleft()
                 continue
             member = self._free()
             if member is None:
                 return
             member.busy += 1
-            self._waiting.popleft().set_result(member)
+            self._waiting.popleft()
+            future.set_result(member)
 
-    # ---- losing and replacing actors --------------------------------------------------------------------------------
+    # ---- actors come, leave, and are lost ---------------------------------------------------------------------------
 
     def _add(self, *, failures: int) -> None:
         name = f"{self.name}-{self._made}"
         self._made += 1
-        self._members.append(_Member(name=name, handle=self._factory(name), failures=failures))
+        member = Member(name=name, handle=self._factory(name), failures=failures)
+        self._members.append(member)
+        self._spawn(self._watch(member))
 
-    def _remove(self, member: _Member) -> None:
-        import ray
+    async def _watch(self, member: Member) -> None:
+        """Makes an actor live once it is ready; then asks it now and then, for an idle one whose node left tells nobody
+        by itself."""
+        while member.state is not ActorState.DEAD:
+            try:
+                if member.busy == 0:
+                    await self._actors.ready(member.handle)
+            except self._actors.lost() as e:
+                self._lose(member, reason_of(e))
+                return
+            if member.state is ActorState.STARTING:
+                member.turn(ActorState.LIVE)
+                self._notify()
+                self._hand_out()
+            await asyncio.sleep(self._ping_s)
 
-        member.live = False
-        member.dead = True
+    def _drain(self, member: Member, drain_s: float) -> None:
+        if member.busy == 0:
+            self._remove(member)
+            return
+        self._members.remove(member)
+        member.turn(ActorState.DRAINING)
+        self._draining[member] = self._spawn(self._retire(member, drain_s))
+
+    async def _retire(self, member: Member, drain_s: float) -> None:
+        """Waits for a draining actor's calls, takes back those that outlast the deadline, and ends it."""
+        try:
+            await asyncio.wait_for(member.idle.wait(), drain_s)
+        except TimeoutError:
+            member.revoked = True
+            self.handed_back += member.busy
+            self.say(
+                f"{member.name} drains: {member.busy} of its calls outlast {drain_s:g} s and start again elsewhere"
+            )
+            for ref in list(member.refs):
+                self._actors.cancel(ref)
+            with contextlib.suppress(TimeoutError):  # ended all the same; its calls say that they were handed back
+                await asyncio.wait_for(member.idle.wait(), _GRACE_S)
+        self._remove(member)
+        self._notify()
+
+    def _remove(self, member: Member) -> None:
+        member.turn(ActorState.DEAD)
         if member in self._members:
             self._members.remove(member)
-        member.gone.set()
-        ray.kill(member.handle)
+        self._draining.pop(member, None)
+        self._actors.kill(member.handle)
 
-    def _lose(self, member: _Member, reason: str) -> None:
+    def _lose(self, member: Member, reason: str) -> None:
         """Takes a dead actor out once, however many of its calls notice, and has it replaced after a pause."""
-        if member.dead:
+        if member.state is ActorState.DEAD:
             return
-        replace = member.live
+        member.reason = reason
+        draining = self._draining.get(member)
+        if draining is not None:
+            draining.cancel()
+        was, started = member.state, member.state is not ActorState.STARTING
         self._last_failure = f"{member.name}: {reason}"
         self._remove(member)
         failures = member.failures + 1
-        if not replace or self._closed or failures > self._max_failures:
+        what = f"{member.name} " + (f"was lost: {reason}" if started else f"did not start: {reason}")
+        if was is ActorState.DRAINING or self._closed or len(self._members) + self._pending >= self._size:
             self._fail_if_hopeless()
-            return
-        self._pending += 1
-        self._spawn(self._replace(failures))
+        elif failures > self._max_failures:
+            self.say(f"{what}; given up after {failures} in a row, the {self.name} pool stays smaller")
+            self._fail_if_hopeless()
+        else:
+            self.say(f"{what}; it is replaced")
+            self._pending += 1
+            self._spawn(self._replace(failures))
+        self._notify()
 
     async def _replace(self, failures: int) -> None:
         try:
             await asyncio.sleep(min(_LAST_BACKOFF_S, self._first_backoff_s * 2 ** (failures - 1)))
         finally:
             self._pending -= 1
-        if sum(m.live for m in self._members) < self._size:
+        if len(self._members) < self._size:
             self.restarts += 1
             self._add(failures=failures)
-            self._hand_out()
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
+
+    def _notify(self) -> None:
+        for listener in self._listeners:
+            listener()
 
     def _hopeless(self) -> bool:
-        return self._closed or (self._pending == 0 and not any(m.live for m in self._members))
+        return self._closed or (self._pending == 0 and not self._members)
 
     def _fail_if_hopeless(self) -> None:
         if self._hopeless():
@@ -297,50 +390,6 @@ class ActorPool:
 
     def _fail_waiting(self) -> None:
         while self._waiting:
-            future = self._waiting.popleft()
+            future, _ = self._waiting.popleft()
             if not future.done():
                 future.set_exception(ActorLost(self.name, "waiting", f"no actor is left ({self._last_failure})"))
-
-
-async def _value(ref: Any) -> Any:
-    return await ref
-
-
-def _cancel(ref: Any) -> None:
-    import ray
-
-    ray.cancel(ref)
-
-
-def _lost_errors() -> tuple[type[BaseException], ...]:
-    """What Ray raises for a call on an actor that is gone; some of it is no RayActorError, such as the memory monitor's
-    kill."""
-    from ray.exceptions import (
-        ActorUnschedulableError,
-        NodeDiedError,
-        OutOfMemoryError,
-        RayActorError,
-        RuntimeEnvSetupError,
-        WorkerCrashedError,
-    )
-
-    return (
-        RayActorError,
-        ActorUnschedulableError,
-        NodeDiedError,
-        OutOfMemoryError,
-        RuntimeEnvSetupError,
-        WorkerCrashedError,
-    )
-
-
-def _is_task_error(error: BaseException) -> bool:
-    from ray.exceptions import RayTaskError
-
-    return isinstance(error, RayTaskError)
-
-
-def _reason(error: BaseException) -> str:
-    """The line of Ray's long message that says what happened."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__

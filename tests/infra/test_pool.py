@@ -14,7 +14,8 @@ import pytest
 import ray
 from ray.exceptions import OutOfMemoryError
 
-from infra.pool import ActorLost, ActorPool, ActorTimeout
+from infra.actors import RayActors
+from infra.pool import ActorDrained, ActorLost, ActorPool, ActorTimeout
 
 # Ray's workers cannot import a test module, so its classes travel by value.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -150,20 +151,40 @@ async def test_cancelled_call_is_cancelled_in_the_actor_and_frees_its_slot(pool:
 
 
 @pytest.mark.e2e
-async def test_scaling_drains_before_it_ends_an_actor(pool: ActorPool, tmp_path: Path) -> None:
+async def test_a_drained_actor_finishes_what_it_has_and_a_grown_pool_takes_work(
+    pool: ActorPool, tmp_path: Path
+) -> None:
     gate = tmp_path / "gate"
     held = [asyncio.create_task(pool.call("hold", str(gate))) for _ in range(4)]
     await until(lambda: pool.occupancy() == (4, 4))
-    shrink = asyncio.create_task(pool.scale(1))
-    await until(lambda: pool.occupancy()[1] == 2)
-    assert not shrink.done()
+    pool.resize(1)
+    assert (pool.capacity(), pool.state().draining) == (2, 1)
     gate.touch()
     assert len(await asyncio.gather(*held)) == 4
-    await asyncio.wait_for(shrink, 30)
+    await until(lambda: pool.state().settled)
     assert pool.occupancy() == (0, 2)
-    await pool.scale(3)
-    assert pool.occupancy() == (0, 6)
-    assert pool.restarts == 0
+    pool.resize(3)
+    await until(lambda: pool.state().settled)
+    assert pool.capacity() == 6
+    assert pool.restarts == pool.handed_back == 0
+
+
+@pytest.mark.e2e
+async def test_what_outlasts_the_drain_is_handed_back_and_cancelled_in_the_actor(
+    pool: ActorPool, tmp_path: Path
+) -> None:
+    marks = [tmp_path / f"mark{i}" for i in range(4)]
+    calls = [asyncio.create_task(pool.call("cancelled", str(mark))) for mark in marks]
+    await until(lambda: all((tmp_path / f"{mark.name}.started").exists() for mark in marks))
+    pool.resize(1, drain_s=0.1)
+    await until(lambda: pool.state().settled)
+    await until(lambda: sum(call.done() for call in calls) == 2)
+    done = {call for call in calls if call.done()}
+    assert len(done) == 2 and all(isinstance(call.exception(), ActorDrained) for call in done)
+    assert sum(mark.exists() for mark in marks) == 2, "engines and sandboxes were told"
+    for call in calls:
+        call.cancel()
+    await asyncio.gather(*calls, return_exceptions=True)
 
 
 @pytest.mark.e2e
@@ -189,28 +210,8 @@ async def test_pool_gives_up_after_too_many_failures_in_a_row(ray_session: None)
     await pool.shutdown()
 
 
-async def test_a_worker_killed_for_memory_is_lost_and_replaced() -> None:
-    class Method:
-        async def killed(self) -> None:
-            raise OutOfMemoryError("the node ran low on memory")
-
-        def remote(self) -> Any:
-            return self.killed()
-
-    class Handle:
-        go = Method()
-
-    class Pool(ActorPool):
-        lost: list[str]
-
-        def _lose(self, member: Any, reason: str) -> None:
-            self.lost = [reason]
-
-    pool = Pool("rollout", lambda _: Handle(), size=1, slots=1)
-    pool.start()
-    with pytest.raises(ActorLost, match="low on memory"):
-        await pool.call("go")
-    assert pool.lost == ["the node ran low on memory"]
+def test_a_worker_killed_for_memory_counts_as_lost() -> None:
+    assert issubclass(OutOfMemoryError, RayActors().lost())
 
 
 def test_errors_survive_pickling() -> None:
@@ -220,5 +221,7 @@ def test_errors_survive_pickling() -> None:
         "rollout",
         "actor rollout-0 was lost during rollout: killed",
     )
+    drained = pickle.loads(pickle.dumps(ActorDrained("rollout-0", "rollout")))
+    assert isinstance(drained, ActorLost) and "drained" in str(drained)
     late = pickle.loads(pickle.dumps(ActorTimeout("grader-1", "grade", 5.0)))
     assert (late.actor, late.timeout_s) == ("grader-1", 5.0)

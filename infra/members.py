@@ -1,0 +1,81 @@
+"""The actors of a pool as data: where one stands, and what others see of it and of the pool."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+
+class ActorState(StrEnum):
+    """Where an actor stands."""
+
+    STARTING = "starting"
+    LIVE = "live"
+    DRAINING = "draining"
+    DEAD = "dead"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActorLoad:
+    """One actor, as others see it."""
+
+    name: str
+    state: ActorState
+    busy: int
+    """Slots in use."""
+    state_s: float
+    """Seconds that it has been in this state."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolState:
+    """The sizes of a pool, in actors, and its slots."""
+
+    target: int
+    """What it was told to be."""
+    live: int
+    starting: int
+    """Starting now, or soon again after a loss."""
+    draining: int
+    busy: int
+    """Slots of live actors that are in use."""
+    slots: int
+    """Slots of live actors."""
+
+    @property
+    def settled(self) -> bool:
+        """As large as it was told to be, and nothing on its way in or out."""
+        return self.live == self.target and not self.starting and not self.draining
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Member:
+    """One actor of the pool."""
+
+    name: str
+    handle: Any
+    failures: int
+    """Actors lost in a row in this place, without a finished call between."""
+    state: ActorState = ActorState.STARTING
+    since_s: float = field(default_factory=time.monotonic)
+    busy: int = 0
+    refs: set[Any] = field(default_factory=set)
+    """First results of its calls in flight."""
+    revoked: bool = False
+    """Its drain is over: what it still runs is handed back."""
+    started: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once it is live or dead."""
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when it drains and has no calls left."""
+    reason: str = ""
+    """Why it was lost."""
+
+    def turn(self, state: ActorState) -> None:
+        """Enters a state."""
+        self.state = state
+        self.since_s = time.monotonic()
+        if state is not ActorState.STARTING:
+            self.started.set()
