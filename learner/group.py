@@ -20,11 +20,15 @@ from configs.schema import Aggregation, LearnerConfig
 from infra.errors import GagarError, LearnerError
 from learner.loss import token_weights
 from learner.packing import Sample, plan
+from learner.phases import BACKWARD, FORWARD, OPTIMIZER, PACK
 from learner.rank import Applied, Objective, RankCore, TokenSums, check_learner, open_store
 from rollout.trajectory import Payload
 
 if TYPE_CHECKING:
     from rollout.engine import EnginePool, TransferTarget
+
+_Result = tuple[TokenSums, Applied, dict[str, float]]
+"""What a rank returns of a step: sums, what the optimiser did, seconds by part."""
 
 _RESUME = "the last checkpoint is intact: run the same command with --resume"
 
@@ -76,6 +80,11 @@ class StepStats:
     padded_factor: float
     """Tokens that padding every sequence to the longest would have run / tokens that packing ran."""
     step_s: float
+    pack_s: float | None = None
+    """This and the following: parts of the step, summed over micro-batches, of the slowest rank (learner/phases.py)."""
+    forward_s: float | None = None
+    backward_s: float | None = None
+    optimizer_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,7 +193,7 @@ class LearnerGroup:
         for handle, rows in zip(self._started(), layout, strict=True):
             shares, payloads = _shares(items, weights, rows)
             refs.append(handle.run.remote(_step, shares, self.version, lr_scale, *payloads))
-        results: list[tuple[TokenSums, Applied]] = await self._gather(refs, "train_step")
+        results: list[_Result] = await self._gather(refs, "train_step")
         return _stats(results, layout, lengths, self.config.max_tokens_per_microbatch, time.monotonic() - start_s)
 
     async def save(self, folder: str | Path) -> None:
@@ -331,7 +340,7 @@ def _import_publishing(_: RankCore) -> None:
 
 def _step(
     core: RankCore, rows: Sequence[Sequence[_Share]], version: int, lr_scale: float, *payloads: Payload
-) -> tuple[TokenSums, Applied]:
+) -> _Result:
     """Runs on a rank."""
     for share in (share for row in rows for share in row):
         counted = int(payloads[share.payload].loss_mask.sum())
@@ -344,11 +353,12 @@ def _step(
         [Sample(payload=payloads[share.payload], advantage=share.advantage, weight=share.weight) for share in row]
         for row in rows
     ]
-    return core.step(samples, version=version, lr_scale=lr_scale)
+    sums, applied = core.step(samples, version=version, lr_scale=lr_scale)
+    return sums, applied, core.phases.take()
 
 
 def _stats(
-    results: Sequence[tuple[TokenSums, Applied]],
+    results: Sequence[_Result],
     layout: Sequence[Sequence[Sequence[int]]],
     lengths: Sequence[int],
     max_tokens: int,
@@ -361,6 +371,7 @@ def _stats(
     tokens = sum(lengths)
     loads = [sum(lengths[index] for row in rows for index in row) for rows in layout]
     used = sum(1 for rows in layout for row in rows if row)
+    slowest = {part: max(r[2].get(part, 0.0) for r in results) for part in (PACK, FORWARD, BACKWARD, OPTIMIZER)}
     return StepStats(
         loss=sum(part.loss for part in sums),
         grad_norm=applied.grad_norm,
@@ -379,4 +390,8 @@ def _stats(
         rank_balance=tokens / (len(loads) * max(loads)),
         padded_factor=len(lengths) * max(lengths) / tokens,
         step_s=step_s,
+        pack_s=slowest[PACK],
+        forward_s=slowest[FORWARD],
+        backward_s=slowest[BACKWARD],
+        optimizer_s=slowest[OPTIMIZER],
     )

@@ -28,6 +28,7 @@ from infra.errors import ConfigError, LearnerError
 from learner.attention import PACKED, implementation, register
 from learner.loss import TokenLoss, nll, ppo_clip, ratio_mask, token_logprobs
 from learner.packing import Row, Sample, build_row
+from learner.phases import BACKWARD, FORWARD, OPTIMIZER, PACK, PhaseClock
 
 if TYPE_CHECKING:
     import torch
@@ -135,6 +136,7 @@ class RankCore:
         self.world_size = world_size
         self.steps = 0
         """Optimiser steps applied; drives the warm-up."""
+        self.phases = PhaseClock(cuda=config.device == "cuda")
         self.publisher: Any = None
         """The `learner.publish.Publisher` of the engines published to last."""
         deepspeed = _join(config.device, rank, world_size, store)
@@ -159,7 +161,9 @@ class RankCore:
 
         `version` is the policy version of the weights as they are now (for the log-probability gap).
         """
-        return self.accumulate(rows, version=version), self.apply(lr_scale=lr_scale)
+        sums = self.accumulate(rows, version=version)
+        with self.phases.part(OPTIMIZER):
+            return sums, self.apply(lr_scale=lr_scale)
 
     def accumulate(self, rows: Sequence[Sequence[Sample]], *, version: int) -> TokenSums:
         """Forward and backward over all rows; afterwards the batch's gradient is complete on all ranks."""
@@ -169,12 +173,15 @@ class RankCore:
         gap_max = torch.zeros((), device=self.device)
         for index, samples in enumerate(rows):
             self.engine.set_gradient_accumulation_boundary(index == len(rows) - 1)
-            packed = build_row(samples)
-            row = self._to_device(packed)
-            logps, entropy = self._logprobs(row, packed.boundaries)
-            token = self._token_loss(logps, row)
-            loss = (token.loss * row["weights"]).sum()
-            self.engine.backward(loss * self.world_size, scale_wrt_gas=False)
+            with self.phases.part(PACK):
+                packed = build_row(samples)
+                row = self._to_device(packed)
+            with self.phases.part(FORWARD):
+                logps, entropy = self._logprobs(row, packed.boundaries)
+                token = self._token_loss(logps, row)
+                loss = (token.loss * row["weights"]).sum()
+            with self.phases.part(BACKWARD):
+                self.engine.backward(loss * self.world_size, scale_wrt_gas=False)
             with torch.no_grad():
                 fresh = row["versions"] == version
                 gap = (logps - row["logprobs"]).abs().where(fresh, 0.0)

@@ -21,13 +21,14 @@ from typing import IO, Any, cast
 
 from infra.errors import StorageError
 from infra.spans import CANARY, CHECKPOINT, GRADE, LEARN, PUBLISH, QUEUE, ROLLOUT, Span
+from learner.phases import BACKWARD, FORWARD, OPTIMIZER, PACK
 from orchestrator.runfiles import GROUPS, METRICS, SPANS, read_jsonl, read_sessions, read_spans, require_run
 
 POOLS = (("rollout", (ROLLOUT,)), ("waiting for a grader", (QUEUE,)), ("grader", (GRADE, CANARY)))
 TRAINING = "training loop"
 BIG_EVENTS = 200_000
 """A larger trace is written compressed; both viewers open it as it is."""
-LEARNER_PARTS = ("pack", "forward", "backward", "optimizer")
+LEARNER_PARTS = (PACK, FORWARD, BACKWARD, OPTIMIZER)
 
 Event = dict[str, Any]
 Row = Mapping[str, Any]

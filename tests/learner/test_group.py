@@ -376,6 +376,8 @@ def test_a_step_of_two_ranks_is_the_step_of_one(
     assert (first.tokens, first.sequences) == (sum(i.total_tokens for i in items), len(items))
     assert first.response_tokens == sums.tokens
     assert first.logprob_gap_max == pytest.approx(sums.gap_max, rel=1e-4)
+    parts = (first.pack_s, first.forward_s, first.backward_s, first.optimizer_s)
+    assert all(parts) and max(p or 0.0 for p in parts) <= first.step_s
     alone.step(rows, version=0)
     second, resumed = (dict(load(str(tmp_path / name)).named_parameters()) for name in ("second", "resumed"))
     for name, tensor in alone.named_full_parameters():

@@ -36,6 +36,10 @@ STATS = StepStats(
     rank_balance=1.0,
     padded_factor=1.4,
     step_s=1.0,
+    pack_s=0.1,
+    forward_s=0.3,
+    backward_s=0.4,
+    optimizer_s=0.1,
 )
 
 
