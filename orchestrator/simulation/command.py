@@ -31,7 +31,7 @@ def run_simulation(trace: TraceConfig, *, schedules: Sequence[Schedule], output:
 
         def say(step: SimulatedStep, schedule: str = schedule) -> None:
             nonlocal before_s
-            console.print(f"{schedule}: {step_line(step, before_s)}", highlight=False)
+            console.print(f"{schedule}: {step_line(step, before_s)}", highlight=False, soft_wrap=True)
             before_s = step.end_s
 
         runs.append(simulate(trace, schedule=schedule, on_step=say))

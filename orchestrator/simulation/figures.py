@@ -4,10 +4,12 @@ but for the driver's own CPU time and memory."""
 from __future__ import annotations
 
 import math
+import resource
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
 
@@ -224,8 +226,6 @@ def step_figures(
     dispatched: Mapping[str, int],
 ) -> SimulatedStep:
     """From the audit records of the groups that ended in a step."""
-    import psutil
-
     staleness = Counter[int]()
     times: dict[str, tuple[int, float]] = dict.fromkeys(dispatched, (0, 0.0))
     trained = Counter[str]()
@@ -254,5 +254,10 @@ def step_figures(
         grader_slot_s=grader_slot_s,
         learner_s=learner_s,
         cpu_s=time.process_time(),
-        rss_mib=psutil.Process().memory_info().rss / 2**20,
+        rss_mib=_rss_mib(),
     )
+
+
+def _rss_mib() -> float:
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return pages * resource.getpagesize() / 2**20

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,8 +34,9 @@ _SCORES = (Scores(5, 5, 4, 5, 5), Scores(4, 4, 3, 4, 4), Scores(2, 2, 2, 2, 3))
 class Area:
     """Busy slots over time: their integral, by label."""
 
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
+    def __init__(self, now_s: Callable[[], float]) -> None:
+        """`now_s` counts the seconds in which a slot in use does anything."""
+        self._now_s = now_s
         self.busy = Counter[str]()
         """Slots in use now."""
         self._slot_s = Counter[str]()
@@ -43,7 +44,7 @@ class Area:
 
     def add(self, label: str, change: int) -> None:
         """`change` more slots are in use from now on."""
-        now_s = self._loop.time()
+        now_s = self._now_s()
         self._slot_s[label] += self.busy[label] * (now_s - self._since_s.get(label, now_s))  # type: ignore[assignment]
         self._since_s[label] = now_s
         self.busy[label] += change
@@ -90,10 +91,10 @@ class SimulatedEngines:
 class SimulatedPool:
     """What ActorPool shows of its slots."""
 
-    def __init__(self, name: str, slots: int) -> None:
+    def __init__(self, name: str, slots: int, now_s: Callable[[], float]) -> None:
         self.name = name
         self.restarts = 0
-        self.area = Area()
+        self.area = Area(now_s)
         self._slots = _Slots(slots)
 
     def occupancy(self) -> tuple[int, int]:
@@ -105,7 +106,7 @@ class SimulatedRollouts(SimulatedPool):
     """Stands for the pool of RolloutWorkers."""
 
     def __init__(self, trace: TraceConfig, load: Load, engines: SimulatedEngines) -> None:
-        super().__init__("rollout", trace.rollout.slots)
+        super().__init__("rollout", trace.rollout.slots, engines.clock.time)
         self._load = load
         self._engines = engines
         self._group_size = trace.group_size
@@ -174,7 +175,7 @@ class SimulatedGraders(SimulatedPool):
 
     def __init__(self, trace: TraceConfig, load: Load, rubric: RubricConfig) -> None:
         assert trace.grading is not None
-        super().__init__("grader", trace.grading.slots)
+        super().__init__("grader", trace.grading.slots, asyncio.get_running_loop().time)
         self._timeout_s = trace.grading.timeout_s
         self._load = load
         self._rubric = rubric

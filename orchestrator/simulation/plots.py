@@ -57,8 +57,8 @@ def _title(run: Simulation) -> str:
 
 
 def _page(run: Simulation) -> str:
-    import plotly.graph_objects as go  # type: ignore[import-untyped]
-    from plotly.subplots import make_subplots  # type: ignore[import-untyped]
+    import plotly.graph_objects as go
+    from plotly.subplots import make_subplots
 
     panels, colors = _panels(run), _colors(run)
     hours = [sample.time_s / 3600.0 for sample in run.samples]

@@ -11,6 +11,7 @@ from typing import Any, Literal, cast
 
 from configs.trace_schema import TraceConfig
 from envs.task import TaskKind
+from infra.errors import GagarError
 from infra.sinks import JsonlFile
 from learner.group import StepStats
 from orchestrator.alarms import Alarm
@@ -44,7 +45,13 @@ def simulate(
         GagarError: the scheduler gave up, or stands still.
     """
     with tempfile.TemporaryDirectory(prefix="gagar-simulate-") as folder:
-        return run_virtual(_simulate(trace, schedule, on_step, Path(folder)))
+        try:
+            return run_virtual(_simulate(trace, schedule, on_step, Path(folder)))
+        except BaseExceptionGroup as group:  # of the scheduler's loops
+            error: BaseException = group.subgroup(GagarError) or group
+            while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+                error = error.exceptions[0]
+            raise error from None
 
 
 async def _simulate(
