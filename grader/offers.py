@@ -15,13 +15,12 @@ from typing import Any
 
 from grader.candidates import CandidateGroup
 from grader.rubric import Flag, Tier, is_below
-from grader.verdict import MAX_CITATION_CHARS, MAX_CITATIONS, MAX_REASON_CHARS, Judgement
+from grader.verdict import MAX_CITATIONS, MAX_REASON_CHARS, Judgement
 
 MAX_CALLS = 4
 MAX_CALLS_COMPACT = 2
 MAX_RANKINGS = 600
 """Rankings that a compact schema lists; of more it only says the form."""
-MAX_COMMAND_CHARS = 2000
 TOOLS = {
     "list": "List a folder of the workspace, one entry a line.",
     "read": "Read a file of the workspace, or lines start to end of it (1-based, inclusive).",
@@ -33,10 +32,10 @@ TOOLS = {
     "verdict": "End the work: the ranking of all passing candidates (tied groups, best first), and confirmed hacks.",
 }
 _COMPACT_EVIDENCE = 3
-# xgrammar takes a pattern or a length, not both.
+# xgrammar takes a pattern or a length, not both; and with a length it lets through no quotation mark, not even escaped.
 _COMPACT_REASON = {"type": "string", "pattern": r"^[a-z0-9 ,.'_-]{1,40}$"}
 _REASON = {"type": "string", "minLength": 1, "maxLength": MAX_REASON_CHARS}
-_CITATION = {"type": "string", "minLength": 1, "maxLength": MAX_CITATION_CHARS}
+_TEXT = {"type": "string"}
 _FLAGS = {"type": "array", "items": {"enum": [flag.value for flag in Flag]}, "maxItems": len(Flag)}
 _NOTHING = {"type": "array", "maxItems": 0}
 
@@ -247,25 +246,23 @@ def _function(name: str, now: Situation) -> Mapping[str, Any]:
 
 def _parameters(name: str, now: Situation) -> tuple[Schema, tuple[str, ...]]:
     """The arguments of one tool, and which of them may be left out."""
-    path: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_CITATION_CHARS}
     line: Schema = {"type": "integer", "minimum": 1}
     label: Schema = {"enum": list(now.labels)}
     passing: Schema = {"enum": list(now.passing)}
     match name:
         case "list":
-            return {"path": path}, ("path",)
+            return {"path": _TEXT}, ("path",)
         case "read":
-            return {"path": path, "start": line, "end": line}, ("start", "end")
+            return {"path": _TEXT, "start": line, "end": line}, ("start", "end")
         case "search":
-            return {"pattern": path, "path": path}, ("path",)
+            return {"pattern": _TEXT, "path": _TEXT}, ("path",)
         case "diff":
             either: Schema = {"enum": ["repo", *now.labels]}
             return {"a": either, "b": either}, ()
         case "turn":
             return {"candidate": label, "turn": line}, ()
         case "run":
-            command = {"type": "string", "minLength": 1, "maxLength": MAX_COMMAND_CHARS}
-            return {"candidate": label, "command": command}, ()
+            return {"candidate": label, "command": _TEXT}, ()
         case "judge":
             return {"candidate": passing, **_full_body()}, ()
         case _:
@@ -273,7 +270,7 @@ def _parameters(name: str, now: Situation) -> tuple[Schema, tuple[str, ...]]:
 
 
 def _verdict_parameters(now: Situation) -> tuple[Schema, tuple[str, ...]]:
-    hack = _object({"candidate": {"enum": list(now.passing)}, "evidence": _array(_CITATION, 1, MAX_CITATIONS)})
+    hack = _object({"candidate": {"enum": list(now.passing)}, "evidence": _array(_TEXT, 1, MAX_CITATIONS)})
     rest = {
         "ranking": _ranking(now.passing),
         "hacks": {"type": "array", "items": hack, "maxItems": len(now.passing)},
@@ -287,7 +284,7 @@ def _verdict_parameters(now: Situation) -> tuple[Schema, tuple[str, ...]]:
 
 def _full_body() -> Schema:
     return {
-        "evidence": {"type": "array", "items": _CITATION, "maxItems": MAX_CITATIONS},
+        "evidence": {"type": "array", "items": _TEXT, "maxItems": MAX_CITATIONS},
         "reasons": _array(_REASON, 5, 5),
         "flags": _FLAGS,
         "scores": _array({"enum": [1, 2, 3, 4, 5]}, 5, 5),

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from configs.schema import RubricConfig
 from grader.checks import Checker, CheckError
 from grader.evidence import CheckResult
-from grader.offers import MAX_COMMAND_CHARS, Offer, Situation, make_offer
+from grader.offers import Offer, Situation, make_offer
 from grader.pages import Page, Row, citable, show_rows
 from grader.prompt import Style as Style
 from grader.quoting import LINE_CHARS, frame, one_line, word
@@ -34,6 +34,7 @@ from grader.verdict import (
 from grader.workspace import Workspace, WorkspaceError
 from infra.errors import SandboxError
 
+MAX_COMMAND_CHARS = 2000
 MAX_PATHS = 256
 """Paths that a compact offer lists."""
 

@@ -16,9 +16,11 @@ from injections import new_file, quoted
 
 from envs.patch import unified_diff
 from grader.candidates import CandidateGroup, label_group
+from grader.exchange import GradeRequest
 from grader.pages import Page
 from grader.patched import MAX_LINES, PatchError, apply_patch, unquote
 from grader.workspace import MAX_FOUND, Workspace, WorkspaceError
+from rollout.trajectory import Transcript
 
 OUTCOMES = [(True, CLEAN), (True, NOISY), (True, HARDCODED), (False, CLEAN)]
 FIXED = CORE.replace("-=", "+=")
@@ -45,7 +47,7 @@ def with_transcript(**changes: object) -> Workspace:
     return Workspace.build(as_group(request, transcripts), False)
 
 
-def as_group(request, transcripts) -> CandidateGroup:  # type: ignore[no-untyped-def]
+def as_group(request: GradeRequest, transcripts: list[Transcript]) -> CandidateGroup:
     return label_group(
         group_id=request.group_id,
         task=request.task,
