@@ -392,6 +392,21 @@ def worker_resources(config: RunConfig) -> Iterator[Problem]:
                 yield _problem(config, f"{key}.custom.{name}", "is no custom resource; use cpus and gpus")
 
 
+def scaling(config: RunConfig) -> Iterator[Problem]:
+    """A pool that follows its queue starts inside its bounds."""
+    if config.grader is None:
+        yield from _idle(config, "scaling.grader", "there is no grader")
+    sizes = {"rollout": config.rollout.workers, "grader": config.grader.workers if config.grader else None}
+    for name, limits in (("rollout", config.scaling.rollout), ("grader", config.scaling.grader)):
+        workers = sizes[name]
+        if limits is not None and workers is not None and not limits.min <= workers <= limits.max:
+            yield _problem(
+                config,
+                f"{name}.workers",
+                f"is outside scaling.{name} (min {limits.min}, max {limits.max}); start inside it, or widen it",
+            )
+
+
 def grader_engine(config: RunConfig) -> Iterator[Problem]:
     """The grader's weights never change."""
     yield from _idle(config, "grader.backend.engine.weight_transfer", "the grader's weights are never updated")
@@ -652,6 +667,7 @@ RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     canaries,
     engine_device,
     learner_device,
+    scaling,
     grader_engine,
     grader_backend,
     remote_sandbox,

@@ -353,6 +353,8 @@ class Resources(Section):
     """GPUs of one actor; 0 on device cuda: one for a learner rank, tensor_parallel_size for an engine."""
     custom: dict[str, PositiveFloat] = {}
     """Custom Ray resources, e.g. {grader_node: 1}, to tie a pool to a node type."""
+    labels: dict[str, str] = {}
+    """Node labels that are required, e.g. {"pool": "graders"}; Ray also takes "!spot" and "in(a,b)" as values."""
 
 
 class LimitsConfig(Section):
@@ -604,6 +606,9 @@ class LearnerConfig(Section):
     threads: PositiveInt = 2
     """CPU: torch threads of one rank."""
     optimizer: OptimizerConfig = OptimizerConfig()
+    placement: Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"] = "PACK"
+    """How several ranks share nodes: PACK on as few as possible, STRICT_PACK on one, SPREAD on many, STRICT_SPREAD on
+    one each."""
     resources: Resources = Resources()
 
 
@@ -621,6 +626,38 @@ class SchedulerConfig(Section):
     """Without any progress for this long, the run says which queue waits for whom."""
     abort_after_s: PositiveFloat = 900.0
     """Without any progress for this long, the run ends with an error and its last checkpoint."""
+
+
+class AutoscaleConfig(Section):
+    """A pool that follows its queue."""
+
+    min: PositiveInt = 1
+    """Fewest workers."""
+    max: PositiveInt
+    """Most workers."""
+    target_queue_s: PositiveFloat = 30.0
+    """Wait for a free slot that is long enough to start more workers."""
+
+    @model_validator(mode="after")
+    def _order(self) -> AutoscaleConfig:
+        if self.max < self.min:
+            raise ValueError(f"max={self.max} must not be below min={self.min}; raise max")
+        return self
+
+
+class ScalingConfig(Section):
+    """Pools that grow and drain while the run works (docs/scaling.md); `gagar scale` does it by hand."""
+
+    rollout: AutoscaleConfig | None = None
+    """null: the pool stays as large as it is told to be."""
+    grader: AutoscaleConfig | None = None
+    """null: the pool stays as large as it is told to be."""
+    cooldown_s: PositiveFloat = 60.0
+    """Least time between two changes of one pool, and how long it must be calm before it shrinks."""
+    drain_s: NonNegativeFloat = 120.0
+    """What a drained worker gets to finish what it has; the rest is handed back and starts again on another one."""
+    max_actors: PositiveInt = 1024
+    """Most actors that `gagar scale` gives one pool."""
 
 
 class CheckpointConfig(Section):
@@ -702,6 +739,7 @@ class RunConfig(Section):
     """None only with algorithm.mode outcome."""
     learner: LearnerConfig
     scheduler: SchedulerConfig = SchedulerConfig()
+    scaling: ScalingConfig = ScalingConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     eval: EvalConfig | None = EvalConfig()
     """null switches held-out evaluation off."""
