@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from configs.schema import Aggregation, LearnerConfig
 from infra.errors import GagarError, LearnerError
+from infra.placement import Together, actor_options, asks
 from learner.loss import token_weights
 from learner.packing import Sample, plan
 from learner.phases import BACKWARD, FORWARD, OPTIMIZER, PACK
@@ -150,7 +151,7 @@ class LearnerGroup:
         """Seconds from `start` to ready."""
         self._aggregation = Aggregation.TOKEN_MEAN if objective == "nll" else objective.aggregation
         self._ranks: list[Any] = []
-        self._placement: Any = None
+        self._placement: Together | None = None
         self._starting: list[Any] = []
         self._started_s = 0.0
 
@@ -230,7 +231,7 @@ class LearnerGroup:
         for handle in self._ranks:
             ray.kill(handle)
         if self._placement is not None:
-            ray.util.remove_placement_group(self._placement)
+            self._placement.remove()
         self._ranks, self._starting, self._placement = [], [], None
 
     def _started(self) -> list[Any]:
@@ -261,35 +262,21 @@ class LearnerGroup:
         except RayError as error:
             raise LearnerError(f"{name} was lost in {doing} ({error}); {_RESUME}") from error
 
-    def _reserve(self) -> Any:
+    def _reserve(self) -> Together | None:
         """All ranks or none: a placement group where there is more than one rank and they ask for anything."""
-        import ray
-
-        bundle = self._bundle()
-        if self.config.world_size == 1 or not bundle:
-            return None
-        return ray.util.placement_group([bundle] * self.config.world_size, strategy="PACK")
-
-    def _bundle(self) -> dict[str, float]:
         resources = self.config.resources
-        gpus = resources.gpus or (1.0 if self.config.device == "cuda" else 0.0)
-        bundle = {"CPU": resources.cpus, "GPU": gpus, **resources.custom}
-        return {name: amount for name, amount in bundle.items() if amount}
+        if self.config.world_size == 1 or not asks(resources, gpus=self._gpus()):
+            return None
+        return Together(resources, self.config.world_size, self.config.placement, gpus=self._gpus())
+
+    def _gpus(self) -> float:
+        """Of one rank."""
+        return self.config.resources.gpus or (1.0 if self.config.device == "cuda" else 0.0)
 
     def _options(self, rank: int) -> dict[str, Any]:
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-        bundle = self._bundle()
-        options: dict[str, Any] = {
-            "num_cpus": bundle.pop("CPU", 0.0),
-            "num_gpus": bundle.pop("GPU", 0.0),
-            "resources": bundle,
-        }
         if self._placement is not None:
-            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
-                placement_group=self._placement, placement_group_bundle_index=rank
-            )
-        return options
+            return self._placement.options(rank)
+        return actor_options(self.config.resources, gpus=self._gpus())
 
 
 def _absolute(folder: str | Path) -> str:
