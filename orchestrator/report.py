@@ -14,8 +14,9 @@ from statistics import fmean
 from typing import Any
 
 from infra.errors import StorageError
-from infra.spans import CHECKPOINT, GRADE, LEARN, PUBLISH, ROLLOUT
+from infra.spans import CHECKPOINT, GRADE, LEARN, PUBLISH, QUEUE, ROLLOUT
 from orchestrator.archive import read_archived
+from orchestrator.bottleneck import CAUSES, verdict
 from orchestrator.browse import group_lists, to_show
 from orchestrator.candidate_page import visible
 from orchestrator.charts import Chart, line_chart, stacked_bars, timeline
@@ -54,7 +55,9 @@ def write_report(run_dir: Path) -> Path:
         made=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         steps=len(metrics),
         summary=summary_rows(metrics, evals, {}),
-        charts=[c for c in (*step_charts(metrics), occupancy(run_dir, metrics)) if c is not None],
+        charts=[c for c in step_charts(metrics) if c is not None],
+        bound=verdict(metrics),
+        timelines=[c for c in (bounds(metrics), occupancy(run_dir, metrics)) if c is not None],
         evals=evals,
         scalars=first_and_last(metrics),
         lists=lists,
@@ -169,6 +172,12 @@ def step_charts(metrics: Sequence[Row]) -> list[Chart | None]:
     ]
 
 
+def bounds(metrics: Sequence[Row]) -> Chart | None:
+    """What was critical, by step."""
+    shares = {cause: _bars(metrics, f"bottleneck/{cause}") for cause in CAUSES}
+    return stacked_bars("What bounded a step, share of it", {cause: bars for cause, bars in shares.items() if bars})
+
+
 def occupancy(run_dir: Path, metrics: Sequence[Row]) -> Chart | None:
     """What ran beside what in the last steps, from spans.jsonl."""
     spans = read_spans(run_dir / SPANS)
@@ -184,7 +193,7 @@ def occupancy(run_dir: Path, metrics: Sequence[Row]) -> Chart | None:
         end = max(s.end_s for s in spans)
         start = max(end - TIMELINE_S, min(s.start_s for s in spans))
         title = f"What ran when, last {end - start:.0f} s"
-    return timeline(title, spans, (ROLLOUT, GRADE, LEARN, PUBLISH, CHECKPOINT), (start, end))
+    return timeline(title, spans, (ROLLOUT, QUEUE, GRADE, LEARN, PUBLISH, CHECKPOINT), (start, end))
 
 
 def group_row(record: Row) -> dict[str, Any]:

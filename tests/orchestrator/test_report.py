@@ -195,6 +195,19 @@ def test_a_killed_run_has_a_report(tmp_path: Path) -> None:
     assert "1 optimiser steps, 7 groups." in Page(write_report(tmp_path)).text
 
 
+def test_the_report_says_what_bounded_the_steps(tmp_path: Path) -> None:
+    """Method M7; the figures are those of run_folder.spans."""
+    make_run(tmp_path)
+    page = Page(write_report(tmp_path))
+    assert "the last rollouts bound 50 % of the step" in page.text
+    assert "while 1.0 rollout slots were free" in page.text
+    assert "What bounded a step, share of it" in page.text
+    assert f"gagar trace {tmp_path}" in page.text
+    (tmp_path / "metrics.jsonl").unlink()
+    (tmp_path / "spans.jsonl").unlink()
+    assert "timeline" not in Page(write_report(tmp_path)).ids
+
+
 def test_spans_without_a_finished_step_are_drawn(tmp_path: Path) -> None:
     make_run(tmp_path)
     (tmp_path / "metrics.jsonl").unlink()
