@@ -76,7 +76,7 @@ def call(tool: str, **arguments: Any) -> dict[str, Any]:
     return {"tool": tool, **arguments}
 
 
-# --- the texts that small checkpoints are trained on --------------------------------------------------------------------
+# --- the texts that small checkpoints are trained on ------------------------------------------------------------------
 
 
 def test_the_compact_texts() -> None:
@@ -129,7 +129,7 @@ def test_equals_share_a_place_in_the_order_line() -> None:
     )
 
 
-# --- errors are answers -------------------------------------------------------------------------------------------------
+# --- errors are answers -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_a_negative_judgement_needs_evidence_when_it_is_filed(changes: dict[str,
         assert answer.endswith("not evidence, nothing there: shop/core.py:99")
 
 
-# --- checks -------------------------------------------------------------------------------------------------------------
+# --- checks -----------------------------------------------------------------------------------------------------------
 
 
 def scripted(*outcomes: CommandResult | SandboxError, limit: int = 8) -> tuple[CandidateGroup, Checker]:
@@ -271,7 +271,7 @@ def test_checks_are_offered_while_they_last() -> None:
     assert "run" not in desk(style="full").offer().names
 
 
-# --- sizes --------------------------------------------------------------------------------------------------------------
+# --- sizes ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -292,7 +292,7 @@ def test_results_are_cut_in_their_middle(style: Style) -> None:
     assert len(do(subject, "read", path="repo/wide.py")) < 600
 
 
-# --- what can be called when --------------------------------------------------------------------------------------------
+# --- what can be called when ------------------------------------------------------------------------------------------
 
 
 def test_a_compact_session_is_led_by_the_offers() -> None:
@@ -453,7 +453,7 @@ def test_the_last_answer_can_judge_what_is_missing(style: Style) -> None:
     do(subject, "judge", candidate=clean, **GOOD)
     offer = subject.offer(final=True)
     assert offer.names == ("verdict",)
-    anew = {name: judgement for name, judgement in sorted({noisy: SOUND, hardcoded: BAD}.items())}
+    anew = dict(sorted({noisy: SOUND, hardcoded: BAD}.items()))
     ranking = [[clean], [noisy], [hardcoded]]
     answer = {"candidates": anew, "ranking": ranking, "hacks": []}
     assert accepts(offer, call("verdict", **answer))
