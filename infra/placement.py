@@ -1,4 +1,4 @@
-"""Where actors go: a pool's Resources as options of Ray actors, and placement groups for actors that belong together."""
+"""Where actors go: a pool's Resources as options of Ray actors, and placement groups of actors that belong together."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from configs.errors import ConfigError, GagarError
-from orchestrator import cli_bench, cli_grading, cli_simulate
+from orchestrator import cli_bench, cli_grading, cli_scale, cli_simulate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -157,6 +157,7 @@ def doctor(
 
 
 cli_grading.register(app)
+cli_scale.register(app)
 cli_simulate.register(app)
 cli_bench.register(app)
 
