@@ -144,3 +144,22 @@ def test_the_run_leaves_what_it_promises(run_dir: Path) -> None:
     policy = run_dir / "checkpoints" / f"step-{STEPS:06d}" / "policy"
     assert (policy / "config.json").exists() and list(policy.glob("*.safetensors"))
     assert [e["label"] for e in lines(run_dir / "eval.jsonl")] == ["before", "after"]
+
+
+def test_graded_groups_are_archived_shown_and_graded_again(run_dir: Path, tmp_path: Path) -> None:
+    asked = {g["group_id"] for g in lines(run_dir / "groups.jsonl") if g["grader"] is not None}
+    archived = {path.name.removesuffix(".json.gz") for path in (run_dir / "archive").iterdir()}
+    assert asked and asked <= archived
+    gagar = (sys.executable, "-m", "orchestrator.cli")
+    shown = subprocess.run(
+        (*gagar, "show", "group", str(run_dir), min(asked)), cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert shown.returncode == 0 and min(asked) in shown.stdout, shown.stderr
+    output = tmp_path / "grades.jsonl"
+    grader = ("--grader", str(ROOT / "configs" / "quickstart.yaml"), "--output", str(output))
+    graded = subprocess.run(
+        (*gagar, "grade", str(run_dir), *grader, "--limit", "2"), cwd=ROOT, capture_output=True, text=True, timeout=400
+    )
+    assert graded.returncode == 0, graded.stdout + graded.stderr
+    assert {row["group_id"] for row in lines(output)} <= asked
+    assert "valid verdicts" in graded.stdout
