@@ -14,7 +14,7 @@ from configs.schema import JailSandbox
 from envs.jail import JailProvider
 from envs.sandbox import CommandResult, ScriptedProvider, ScriptedSandbox
 from grader.candidates import CandidateGroup, label_group
-from grader.checks import CheckError, Checker
+from grader.checks import Checker, CheckError
 from infra.errors import SandboxError
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")  # one provider, so that its servers serve many tests
