@@ -146,18 +146,19 @@ class TraceConfig(Section):
         Raises:
             ValidationError: nothing is left of something.
         """
-        data = self.model_dump()
+        data = self.model_dump(exclude_unset=True)
         data["groups_per_step"] = round(self.groups_per_step * factor)
         data["rollout"]["slots"] = round(self.rollout.slots * factor)
         if self.grading is not None:
             data["grading"]["slots"] = max(1, round(self.grading.slots * factor))
         data["learner"]["tokens_per_s"] = self.learner.tokens_per_s * factor
-        data["scheduler"]["max_inflight_groups"] = round(self.scheduler.max_inflight_groups * factor)
+        inflight = round(self.scheduler.max_inflight_groups * factor)
+        data["scheduler"] = {**data.get("scheduler", {}), "max_inflight_groups": inflight}
         return TraceConfig.model_validate(data)
 
     def run_config(self) -> RunConfig:
         """What the scheduler is given; models, engines and sandboxes in it stand for nothing."""
-        model = {"model": "simulated"}
+        model = {"model": "simulated", "device": "cuda"}  # no cache to be filled: the slots say what fits
         grading = self.grading
         sources = {
             name: {
@@ -174,7 +175,7 @@ class TraceConfig(Section):
             "steps": self.steps,
             "sources": sources,
             "algorithm": {"group_size": self.group_size, "mode": "outcome" if grading is None else "redistribute"},
-            "engine": model,
+            "engine": {**model, "max_num_seqs": self.rollout.slots},
             "rollout": {
                 "workers": 1,
                 "slots_per_worker": self.rollout.slots,
@@ -182,7 +183,8 @@ class TraceConfig(Section):
                 "limits": {"wall_s": 1e8},
             },
             "learner": model,
-            "scheduler": self.scheduler.model_dump(),
+            # With few slots and long rollouts nothing moves for long; a scheduler that stands still is told after a day.
+            "scheduler": {"abort_after_s": 86_400, **self.scheduler.model_dump(exclude_unset=True)},
             "checkpoint": {"every_steps": self.steps},
             "eval": None,
         }

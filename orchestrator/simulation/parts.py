@@ -56,30 +56,6 @@ class Area:
         return dict(self._slot_s)
 
 
-class _Slots:
-    """Slots of a pool, given out in turn."""
-
-    def __init__(self, slots: int) -> None:
-        self.slots = slots
-        self.busy = 0
-        self._waiting = deque[asyncio.Future[None]]()
-
-    async def acquire(self) -> None:
-        while self.busy >= self.slots:
-            future = asyncio.get_running_loop().create_future()
-            self._waiting.append(future)
-            await future
-        self.busy += 1
-
-    def release(self) -> None:
-        self.busy -= 1
-        while self._waiting and self.busy < self.slots:
-            future = self._waiting.popleft()
-            if not future.done():
-                future.set_result(None)
-                return
-
-
 class SimulatedEngines:
     """Stands for EnginePool: knows the version that samples now, and holds every rollout up while it takes another."""
 
@@ -89,17 +65,66 @@ class SimulatedEngines:
 
 
 class SimulatedPool:
-    """What ActorPool shows of its slots."""
+    """What ActorPool shows of its slots, with actors of one slot each. They are given out in turn."""
 
     def __init__(self, name: str, slots: int, now_s: Callable[[], float]) -> None:
         self.name = name
         self.restarts = 0
         self.area = Area(now_s)
-        self._slots = _Slots(slots)
+        self._busy = 0
+        self._slots = slots
+        self._waiting = deque[tuple[asyncio.Future[None], float]]()
+        self._listeners: list[Callable[[], None]] = []
+
+    def capacity(self) -> int:
+        """See ActorPool."""
+        return self._slots
 
     def occupancy(self) -> tuple[int, int]:
         """(busy slots, all slots)."""
-        return self._slots.busy, self._slots.slots
+        return self._busy, self._slots
+
+    def on_change(self, listener: Callable[[], None]) -> None:
+        """See ActorPool."""
+        self._listeners.append(listener)
+
+    def resize(self, size: int, *, drain_s: float = 0.0) -> None:
+        """More slots at once; fewer as their work ends."""
+        self._slots = size
+        for listener in self._listeners:
+            listener()
+        self._hand_out()
+
+    @property
+    def waiting(self) -> int:
+        """Calls that wait for a slot."""
+        return len(self._waiting)
+
+    def queue_s(self) -> float:
+        """Seconds that the oldest of them has waited."""
+        return asyncio.get_running_loop().time() - self._waiting[0][1] if self._waiting else 0.0
+
+    async def _acquire(self, source: str) -> None:
+        if self._busy < self._slots and not self._waiting:
+            self._busy += 1
+        else:
+            loop = asyncio.get_running_loop()
+            future = loop.create_future()
+            self._waiting.append((future, loop.time()))
+            await future
+        self.area.add(source, 1)
+
+    def _release(self, source: str) -> None:
+        self.area.add(source, -1)
+        self._busy -= 1
+        self._hand_out()
+
+    def _hand_out(self) -> None:
+        while self._waiting and self._busy < self._slots:
+            future, _ = self._waiting.popleft()
+            if not future.done():
+                self._busy += 1
+                future.set_result(None)
 
 
 class SimulatedRollouts(SimulatedPool):
@@ -121,14 +146,12 @@ class SimulatedRollouts(SimulatedPool):
         """`rollout(task, trajectory_id, group_id)`: (Trajectory, [payload reference, transcript reference])."""
         task, trajectory_id, group_id = args
         attempt = self._draw(task, trajectory_id, group_id)
-        await self._slots.acquire()
-        self.area.add(task.source, 1)
+        await self._acquire(task.source)
         first = self._engines.version
         try:
             await self._engines.clock.work(attempt.time_s)
         finally:
-            self.area.add(task.source, -1)
-            self._slots.release()
+            self._release(task.source)
         if attempt.lost:
             gone = lost_trajectory(task, trajectory_id, group_id, "simulated loss", attempt.time_s)
             return gone, [None, None]
@@ -185,14 +208,12 @@ class SimulatedGraders(SimulatedPool):
     ) -> GradeReply:
         """`grade(request, *transcripts)`."""
         request: GradeRequest = args[0]
-        await self._slots.acquire()
-        self.area.add(request.task.source, 1)
+        await self._acquire(request.task.source)
         try:
             time_s, lost, invalid = self._load.grading(request.group_id, request.attempt)
             await asyncio.sleep(min(time_s, self._timeout_s))
         finally:
-            self.area.add(request.task.source, -1)
-            self._slots.release()
+            self._release(request.task.source)
         if lost:
             raise ActorLost(self.name, method, "simulated loss")
         nothing = lost_reply(request, "", run_s=min(time_s, self._timeout_s))

@@ -59,7 +59,12 @@ async def _simulate(
 ) -> Simulation:
     config = trace.run_config()
     # The scheduler admits nothing for steps that will not come; the last step to be measured must not feel that.
-    config = config.model_copy(update={"steps": trace.steps + config.scheduler.max_staleness + 1})
+    later = config.scheduler.max_staleness + 1
+    limits = config.scheduler
+    if schedule == "sequential":  # groups that are held before the gate wait for their step: they are not in flight
+        room = limits.max_inflight_groups + 2 * later * trace.groups_per_step
+        limits = limits.model_copy(update={"max_inflight_groups": room})
+    config = config.model_copy(update={"steps": trace.steps + later, "scheduler": limits})
     load = Load(trace)
     engines = SimulatedEngines(WorkClock())
     rollout = SimulatedRollouts(trace, load, engines)
