@@ -18,6 +18,7 @@ from pydantic import BaseModel, ValidationError
 
 from configs.errors import ConfigError
 from configs.problems import KeyPath, Problem, report, show
+from configs.schema import RunConfig
 from configs.secrecy import redact
 from configs.sft_schema import SftRecipe
 from configs.trace_schema import TraceConfig
@@ -52,6 +53,7 @@ def load(model: type[Model], file: Path, overrides: Sequence[str] = (), arms: Se
     shipped = Path(__file__).parent
     folders: dict[type[BaseModel], Path] = {SftRecipe: shipped / "sft", TraceConfig: shipped / "traces"}
     data = _read(file, origins, folders.get(model, shipped))
+    _refuse_other_kind(model, file, data)
     for arm in arms:
         arm_origins: dict[KeyPath, str] = {}
         _merge(data, _read(arm, arm_origins, shipped / "arms"), origins, arm_origins, ())
@@ -63,6 +65,16 @@ def load(model: type[Model], file: Path, overrides: Sequence[str] = (), arms: Se
         problems = explain_all(error.errors(include_url=False), model, data)
         raise _report(file, problems, origins) from None
     return Loaded(config=config, file=file, origins=origins)
+
+
+def _refuse_other_kind(model: type[BaseModel], file: Path, data: Mapping[str, Any]) -> None:
+    """A recipe where a run's configuration is wanted, or the other way round: one message instead of twenty."""
+    wanted, other = (SftRecipe, RunConfig) if issubclass(model, SftRecipe) else (RunConfig, SftRecipe)
+    required = [name for name, field in wanted.model_fields.items() if field.is_required()]
+    if not set(data).isdisjoint(required) or len(set(data) & set(other.model_fields)) < 3:
+        return
+    names = {RunConfig: "the configuration of a run (gagar train)", SftRecipe: "a recipe (gagar sft)"}
+    raise ConfigError(f"{file}: is {names[other]}, not {names[wanted]}; give one of those, or use the other command")
 
 
 def _report(file: Path, problems: Sequence[Problem], origins: Mapping[KeyPath, str]) -> ConfigError:

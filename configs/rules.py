@@ -554,6 +554,12 @@ def telemetry(config: RunConfig) -> Iterator[Problem]:
     if config.telemetry.wandb.mode == "disabled":
         for key in ("project", "entity"):
             yield from _idle(config, f"telemetry.wandb.{key}", "telemetry.wandb.mode = disabled")
+    elif len(config.telemetry.wandb.project) > 128 or re.search(r"[/\\#?%:]", config.telemetry.wandb.project):
+        yield _problem(
+            config,
+            "telemetry.wandb.project",
+            "is not a name that W&B takes; write at most 128 characters, without any of / \\ # ? % :",
+        )
 
 
 def ray_cluster(config: RunConfig) -> Iterator[Problem]:
@@ -596,8 +602,8 @@ def models(config: RunConfig) -> Iterator[Problem]:
     yield _problem(
         config,
         "learner.model",
-        f"differs from engine.model = {config.engine.model}, but the engines sample from the policy that is trained; "
-        "name the same folder",
+        f"differs from engine.model = {show(config.engine.model)}, but the engines sample from the policy that is "
+        "trained; name the same folder",
     )
 
 
@@ -652,7 +658,7 @@ def run_folder(config: RunConfig) -> Iterator[Problem]:
     while not os.path.lexists(path) and path != path.parent:
         path = path.parent
     if not os.path.isdir(path):
-        yield _problem(config, "output", f"lies below {path}, which is no folder; give another one")
+        yield _problem(config, "output", f"cannot be made, because {path} is no folder; give another one")
 
 
 RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (

@@ -53,7 +53,16 @@ NonNegativeInt = Annotated[Int, Field(ge=0), _at_most(10**12)]
 NonNegativeFloat = Annotated[Float, Field(ge=0.0)]
 Probability = Annotated[Float, Field(ge=0.0, le=1.0)]
 Decay = Annotated[Float, Field(ge=0.0, lt=1.0)]
-NonEmpty = Annotated[str, Field(min_length=1)]
+
+
+def _one_line(value: str) -> str:
+    if any(ord(character) < 32 or ord(character) == 127 for character in value):
+        raise PydanticCustomError("one_line", "must be one line of text")
+    return value
+
+
+Text = Annotated[str, Field(min_length=1)]
+NonEmpty = Annotated[Text, AfterValidator(_one_line)]
 
 
 def _against_config_folder(value: str, info: ValidationInfo) -> str:
@@ -89,8 +98,6 @@ def _run_name(value: str) -> str:
 
 def _output_folder(value: str) -> str:
     """`~` is the home folder."""
-    if "\0" in value:
-        raise ValueError("is not a usable path (it holds a NUL character); give the parent folder of runs")
     long = next((part for part in value.split("/") if len(os.fsencode(part)) > 255), None)
     if long is not None or len(os.fsencode(value)) > 3500:
         raise ValueError("is longer than file systems take (255 bytes a folder, 3,500 in all); give a shorter path")
@@ -175,15 +182,11 @@ class RubricConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> RubricConfig:
-        total = (
-            self.weight_approach
-            + self.weight_precision
-            + self.weight_minimality
-            + self.weight_side_effects
-            + self.weight_consistency
-        )
+        weights = {key: value for key, value in self if key.startswith("weight_")}
+        total = sum(weights.values())
         if abs(total - 1.0) > 1e-9:
-            raise ValueError(f"the five rubric weights sum to {total:g}; make them sum to 1")
+            said = ", ".join(f"{key}={value:g}" for key, value in weights.items())
+            raise ValueError(f"the weights sum to {total:g} ({said}); make them sum to 1")
         if not self.t1_first >= self.t1_rest >= self.t2_high >= self.t2_low >= self.t3:
             factors = ", ".join(
                 f"{key}={getattr(self, key):g}" for key in ("t1_first", "t1_rest", "t2_high", "t2_low", "t3")
@@ -197,9 +200,9 @@ class AlgorithmConfig(Section):
 
     mode: AdvantageMode = AdvantageMode.REDISTRIBUTE
     """How outcome advantages and quality factors become training advantages (M4.6)."""
-    group_size: Annotated[Int, Field(ge=2)] = 6
+    group_size: Annotated[Int, Field(ge=2), _at_most(10**12)] = 6
     """n: trajectories sampled for one task."""
-    min_valid: Annotated[Int, Field(ge=2)] = 2
+    min_valid: Annotated[Int, Field(ge=2), _at_most(10**12)] = 2
     """A group with fewer valid trajectories (after masking, M1.3) is skipped and counted."""
     lambda_max: Annotated[Float, Field(ge=1.0)] = 1.5
     """Cap of the scale-up (M4.3); used by mode `redistribute` only."""
@@ -335,7 +338,7 @@ class RemoteSandbox(Section):
     type: Literal["remote"]
     hosts: Annotated[tuple[str, ...], Field(min_length=1)]
     """Addresses as http://host:port."""
-    token_env: str = "SWEREX_AUTH_TOKEN"
+    token_env: NonEmpty = "SWEREX_AUTH_TOKEN"
     """Environment variable that holds the servers' token."""
     start_timeout_s: PositiveFloat = 60.0
     """How long to wait for a free server."""
@@ -422,7 +425,7 @@ class RolloutConfig(Section):
     """Trajectories that one worker runs at once."""
     action_format: Literal["plain", "fenced"] = "plain"
     """plain: the whole message is one bash command; fenced: the command is in one ```bash block."""
-    system_prompt: str | None = None
+    system_prompt: Text | None = None
     """Text of a system message before each task; null: none."""
     limits: LimitsConfig = LimitsConfig()
     sampling: SamplingConfig = SamplingConfig()
@@ -452,11 +455,11 @@ class EndpointGraderBackend(Section):
     """Grades come from an OpenAI-compatible endpoint."""
 
     type: Literal["endpoint"]
-    base_url: str
+    base_url: NonEmpty
     """Address up to /v1."""
     model: NonEmpty
     """Name of the model at the endpoint."""
-    api_key_env: str = "OPENAI_API_KEY"
+    api_key_env: NonEmpty = "OPENAI_API_KEY"
     """Environment variable that holds the key; the key itself never enters a configuration."""
     max_retries: NonNegativeInt = 4
     """Retries of 429 and 5xx answers and of connection errors, with exponential backoff and jitter."""
@@ -691,9 +694,9 @@ class WandbConfig(Section):
 
     mode: Literal["auto", "online", "offline", "disabled"] = "auto"
     """auto: online when logged in, else offline."""
-    project: str = "gagar"
+    project: NonEmpty = "gagar"
     """Project that runs appear in."""
-    entity: str | None = None
+    entity: NonEmpty | None = None
     """Team or user; null: the default of the login."""
 
 

@@ -28,6 +28,8 @@ _TOO_LARGE = ("less_than", "less_than_equal")
 _BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
 _WORDS = {"yes": True, "on": True, "true": True, "1": True, "no": False, "off": False, "false": False, "0": False}
 _HUGE = 1e12
+_KNOWN = "known here: "
+_SWITCHED_OFF = ("disabled", "none")
 _UNITS = " %abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _NOTHING = ("none", "null", "nil", "off", "no", "false", "nan", "~")
 
@@ -63,21 +65,42 @@ def explain_value(detail: ErrorDetails, model: type[BaseModel], data: Mapping[st
     """One pydantic finding; a refused value comes with what its key takes and what to write."""
     problem = explain(detail, model, data)
     kind, path = detail["type"], problem.path
-    if kind == "extra_forbidden" and isinstance(detail["input"], str) and names_secret(str(path[-1])):
-        return replace(problem, shown=HIDDEN)
+    if kind == "extra_forbidden":
+        secret = isinstance(detail["input"], str) and names_secret(str(path[-1]))
+        message = _only_chosen(problem.message, model, path, data)
+        return replace(problem, message=message, shown=HIDDEN if secret else problem.shown)
     if kind in _OF_SECTIONS:
         return problem
-    if kind == "missing":
-        if not isinstance(path[-1], int):
-            return problem
+    if kind == "missing" and isinstance(path[-1], int):
         path = path[:-1]
     value, slot = _value_at(data, path), slot_at(model, path, data)
     if slot is None or not slot.options:
         return problem
+    if kind == "missing" and path == problem.path:
+        return replace(problem, message=f"{problem.message}: {describe(slot)}")
     if kind == "too_large":
         return replace(problem, message=f"{detail['msg']}; lower it{_default(slot)}")
+    if kind == "one_line":
+        message = f"{detail['msg']}; remove the line breaks and control characters"
+        return replace(problem, message=message, shown=None if value is None else repr(str(value)[:200]))
     key = "" if isinstance(path[-1], int) else f"{path[-1]}: "
     return Problem(path=path, message=_message(key, value, slot, kind), shown=_shown(value))
+
+
+def _only_chosen(message: str, model: type[BaseModel], path: KeyPath, data: Mapping[str, Any]) -> str:
+    """The message about an unknown key, naming the keys of the one variant that the section's tag chose."""
+    slot = slot_at(model, path[:-1], data)
+    sections = [option.kind for option in slot.options if _is_section(option.kind)] if slot is not None else []
+    value = _value_at(data, path[:-1])
+    chosen = [section for section in sections if _is_tagged(section, value)] or sections
+    if len(chosen) != 1:
+        return message
+    known, key = f"{_KNOWN}{', '.join(chosen[0].model_fields)}", str(path[-1])
+    if having := [section for section in sections if key in section.model_fields]:
+        tags = [tag for section in having for tag in section.model_fields.items() if _is_tag(*tag)]
+        names = _listed([str(value) for _, field in tags for value in typing.get_args(field.annotation)])
+        return f"unknown key; only sections with {tags[0][0]}: {names} have it; remove it; {known}"
+    return f"{message.partition(_KNOWN)[0]}{known}" if _KNOWN in message else message
 
 
 def _message(key: str, value: Any, slot: Slot, kind: str) -> str:
@@ -164,7 +187,7 @@ def _meant(value: Any, slot: Slot) -> str | None:
     numbers = [option for option in slot.options if option.kind in (int, float)]
     if isinstance(value, str):
         text = value.strip()
-        if slot.takes(types.NoneType) and text.lower() in _NOTHING:
+        if slot.takes(types.NoneType) and text.lower() in ("", *_NOTHING):
             return "null"
         if slot.takes(bool) and text.lower() in _WORDS:
             return show(_WORDS[text.lower()])
@@ -175,6 +198,8 @@ def _meant(value: Any, slot: Slot) -> str | None:
             return _written(number)
     elif value is False and slot.takes(types.NoneType):
         return "null"
+    elif value is False and (off := [choice for choice in _choices(slot) if choice in _SWITCHED_OFF]):
+        return off[0]  # YAML reads `off` and `no` as false
     elif isinstance(value, int | float) and slot.takes(bool) and value in (0, 1):
         return show(bool(value))
     elif isinstance(value, bool | int | float) and slot.takes(str):

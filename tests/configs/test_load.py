@@ -149,7 +149,7 @@ def test_one_mistake_one_line_with_place_key_value_and_remedy(run_file: Path, ov
 
 def test_a_missing_key_and_the_line_of_its_section(run_file: Path) -> None:
     run_file.write_text(run_file.read_text().replace("  model: policy\n", "  world_size: 1\n"))
-    assert message(run_file) == f"{run_file}:13: learner.model: is required; add it"
+    assert message(run_file) == f"{run_file}:13: learner.model: is required; add it: text that is not empty"
 
 
 def test_every_mistake_is_in_one_message(run_file: Path) -> None:
@@ -157,7 +157,9 @@ def test_every_mistake_is_in_one_message(run_file: Path) -> None:
     lines = message(run_file, "learner.dtype=f32").splitlines()
     assert lines[0] == f"{run_file} has 4 problems:"
     assert lines[1] == f"  {run_file}:2: steps = -1: must be a whole number above 0; raise it"
-    assert lines[2] == f"  {run_file}:5: sources.chat.groups_per_step: is required; add it"
+    assert (
+        lines[2] == f"  {run_file}:5: sources.chat.groups_per_step: is required; add it: a whole number of at least 0"
+    )
     assert lines[3].startswith(
         f"  {run_file}:7: sources.chat.quota = 1: unknown key; remove it; known here: groups_per_"
     )
@@ -230,7 +232,7 @@ def test_values_that_would_fail_later(run_file: Path, override: str, expected: s
 
 def test_a_key_of_another_kind_is_not_suggested_for_itself(run_file: Path) -> None:
     text = message(run_file, "loss.objective={name: ppo_clip, bounds_positive: [0.2, 5]}")
-    assert "unknown key; remove it; known here: name, clip_low" in text
+    assert "only sections with name: 'ratio_mask' have it; remove it; known here: name, clip_low" in text
 
 
 def test_a_section_that_holds_itself(run_file: Path) -> None:

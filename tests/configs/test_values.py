@@ -69,13 +69,14 @@ def told(file: Path, override: str) -> str:
         ("name=[a]", "name = [a]: must be text that is not empty; write name: a"),
         ("name=", "name = null: must be text that is not empty; write e.g. name: some-text"),
         ("name=''", "name = '': must be text that is not empty; write e.g. name: some-text"),
-        ("rollout.system_prompt=true", 'system_prompt = true: must be text or null; write system_prompt: "true"'),
+        ("rollout.system_prompt=true", '= true: must be text that is not empty or null; write system_prompt: "true"'),
         # choices
         ("engine.dtype=FLOAT32", "dtype = FLOAT32: not a choice; did you mean float32? choose one of 'float32', 'bf"),
         (
             "engine.dtype=null",
             "dtype = null: must be one of 'float32', 'bfloat16' or 'float16'; remove the key (default",
         ),
+        ("telemetry.wandb.mode=off", "'offline' or 'disabled'; write mode: disabled"),
         ("grader.mode=[single]", "grader.mode = [single]: must be one of 'agent' or 'single'; write mode: single"),
         # lists
         ("sources.code.kinds=boundary", "must be a list of values, each text; write kinds: [boundary]"),
@@ -118,6 +119,42 @@ def test_what_a_key_takes_and_what_was_meant(run_file: Path, override: str, expe
     assert "change the value" not in text
 
 
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("~steps", "steps: is required; add it: a whole number above 0"),
+        ("~learner.model", "learner.model: is required; add it: text that is not empty"),
+        ("~sources.code.groups_per_step", "groups_per_step: is required; add it: a whole number of at least 0"),
+        ("grader.backend.engine.resources.memory=1", "unknown key; remove it; known here: cpus, gpus, custom"),
+        ("grader.backend.engine.lora=1", "unknown key; remove it; known here: model, replicas, dtype, device, max_mo"),
+        (
+            "sources.chat.kinds=[a]",
+            "kinds = [a]: unknown key; only sections with type: 'minirepo' have it; remove it; known",
+        ),
+        (
+            "grader.backend.base_url=x",
+            "unknown key; only sections with type: 'endpoint' have it; remove it; known here: ",
+        ),
+    ],
+)
+def test_keys_that_are_missing_or_unknown(run_file: Path, override: str, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(RunConfig, run_file, [override])
+    assert expected in str(caught.value)
+
+
+def test_a_recipe_is_not_taken_for_a_run_nor_the_other_way_round(run_file: Path) -> None:
+    recipe = run_file.parent / "recipe.yaml"
+    recipe.write_text("output: x\ndata: {type: policy}\nmodel: {}\ntraining: {tokens: 1}\n")
+    for model, file, expected in (
+        (RunConfig, recipe, "is a recipe (gagar sft), not the configuration of a run (gagar train); give one"),
+        (SftRecipe, run_file, "is the configuration of a run (gagar train), not a recipe (gagar sft); give one"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            load(model, file)
+        assert str(caught.value).startswith(f"{file}: {expected}")
+
+
 def test_a_list_of_the_wrong_length_is_one_problem(run_file: Path) -> None:
     assert "\n" not in told(run_file, "learner.optimizer.betas=[]")
 
@@ -133,8 +170,15 @@ def test_a_list_of_the_wrong_length_is_one_problem(run_file: Path) -> None:
         (f"output={'b/' * 2000}", "is longer than file systems take"),
         (f"output={'ü' * 128}", "is longer than file systems take"),
         ("output=~no-such-user/x", "is not a usable path"),
-        ('output="a\\0b"', "is not a usable path (it holds a NUL character)"),
+        ('output="a\\0b"', "output = 'a\\x00b': must be one line of text; remove the line breaks and control"),
+        ('engine.model="a\\nb"', "engine.model = 'a\\nb': must be one line of text; remove the line breaks"),
         ("output=''", "must be text that is not empty; write e.g. output: runs"),
+        (
+            "algorithm.rubric.weight_approach=0.5",
+            "algorithm.rubric: the weights sum to 1.2 (weight_approach=0.5, weight_p",
+        ),
+        ("rollout.system_prompt=''", "= '': must be text that is not empty or null; write system_prompt: null"),
+        ("algorithm.group_size=10000000000000", "is beyond what any machine can do"),
         ("algorithm.rubric={t1_first: 0.5}", "must not rise in this order: t1_first=0.5, t1_rest=0.9, t2_high=0.85"),
     ],
 )
