@@ -87,6 +87,9 @@ def test_a_plan_of_a_run_without_a_checkpoint(config: RunConfig) -> None:
 
 
 def test_nothing_to_resume_is_said(config: RunConfig) -> None:
+    with pytest.raises(GagarError, match="nothing to resume: no run of this name; leave out --resume to start it"):
+        make_plan(config, resume=True)
+    (Path(config.output) / config.name).mkdir(parents=True)
     with pytest.raises(GagarError, match="not the folder of a run"):
         make_plan(config, resume=True)
     run_dir = write_run(config, 5)
