@@ -26,7 +26,7 @@ from learner.rank import Applied, Objective, RankCore, TokenSums, check_learner,
 from rollout.trajectory import Payload
 
 if TYPE_CHECKING:
-    from rollout.engine import EnginePool, TransferTarget
+    from rollout.engine_pool import EnginePool, TransferTarget
 
 _Result = tuple[TokenSums, Applied, dict[str, float]]
 """What a rank returns of a step: sums, what the optimiser did, seconds by part."""

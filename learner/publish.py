@@ -11,7 +11,7 @@ from infra.errors import EngineError, LearnerError
 if TYPE_CHECKING:
     import torch
 
-    from rollout.engine import TransferTarget
+    from rollout.engine_pool import TransferTarget
 
 FullParameters = Callable[[], Iterator[tuple[str, "torch.Tensor"]]]
 """Yields (Hugging Face name, whole parameter), tied ones once; collective where parameters are sharded."""

@@ -35,7 +35,8 @@ from orchestrator.progress import Progress, end_table
 from orchestrator.report import write_report
 from orchestrator.runfiles import ARCHIVE, CONFIG, EVAL, GROUPS, METRICS, read_jsonl, require_run
 from orchestrator.status import run_state
-from rollout.engine import EngineClient, EnginePool
+from rollout.engine import EngineClient
+from rollout.engine_pool import EnginePool
 from rollout.worker import RolloutWorker
 
 T = TypeVar("T")

@@ -43,7 +43,7 @@ from orchestrator.progress import Activity
 from rollout.worker import lost_trajectory
 
 if TYPE_CHECKING:
-    from rollout.engine import EnginePool
+    from rollout.engine_pool import EnginePool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -46,13 +46,14 @@ class EngineActor:
     sample from the checkpoint's weights, so it holds its requests until the pool calls `adopt`.
     """
 
-    def __init__(self, config: EngineConfig, name: str, seed: int) -> None:
+    def __init__(self, config: EngineConfig, name: str, seed: int, held: bool = False) -> None:
+        """`held`: keeps its requests until `adopt`, as after a restart."""
         import ray
 
         os.environ.update(environment(config))  # where Ray hands out a worker that it had prepared without them
         self._name = name
         restarted = ray.get_runtime_context().was_current_actor_reconstructed
-        self._engine = VllmEngine(config, seed=seed, held=restarted, on_lost=self._end)
+        self._engine = VllmEngine(config, seed=seed, held=held or restarted, on_lost=self._end)
         self._updating = asyncio.Lock()
 
     async def ready(self) -> EngineStats:
@@ -81,9 +82,10 @@ class EngineActor:
         return await self._engine.stats()
 
     async def adopt(self, version: int, update_info: dict[str, Any] | None) -> None:
-        """After a restart: takes the weights that the other replicas have; None means those of the checkpoint."""
+        """After a restart, or before it joins: takes the weights that the other replicas have; None means those of the
+        checkpoint."""
         async with self._updating:
-            if not self._engine.held:  # an update came first
+            if not self._engine.held and self._engine.version >= version:  # an update came first
                 return
             if update_info is None:
                 await self._engine.release()

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
+from typing import Any
 
 from configs.schema import RolloutConfig
 from envs.sandbox import make_provider
 from envs.task import Task
 from rollout.agent import run_episode
 from rollout.chat import ChatFormat
-from rollout.engine import Engine
+from rollout.engine import Engine, EngineClient
 from rollout.trajectory import Payload, Status, Trajectory, Transcript
 
 
@@ -28,6 +30,11 @@ class RolloutWorker:
     async def ping(self) -> bool:
         """Answers while the worker lives."""
         return True
+
+    async def use_engines(self, replicas: Mapping[int, Any]) -> None:
+        """The engines from now on: some have come or gone."""
+        if isinstance(self._engine, EngineClient):
+            self._engine.use(replicas)
 
     async def rollout(
         self, task: Task, trajectory_id: str, group_id: str

@@ -392,7 +392,7 @@ def test_publish_hands_whole_parameters_to_the_engines(
     """The engines' real side is proved with vLLM elsewhere; here one records what it is told."""
     import ray
 
-    from rollout.engine import TransferTarget
+    from rollout.engine_pool import TransferTarget
 
     class Recorder:
         def __init__(self) -> None:

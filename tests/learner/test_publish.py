@@ -13,7 +13,7 @@ import torch
 
 from infra.errors import LearnerError
 from learner.publish import Publisher
-from rollout.engine import TransferTarget
+from rollout.engine_pool import TransferTarget
 
 pytestmark = pytest.mark.e2e
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -14,7 +14,8 @@ from ray.exceptions import OutOfMemoryError
 
 from configs.schema import EngineConfig
 from infra.errors import ConfigError, EngineError
-from rollout.engine import EngineClient, EngineLost, EnginePool, Generation, ScriptedEngine, _answer
+from rollout.engine import EngineClient, EngineLost, Generation, ScriptedEngine, answer
+from rollout.engine_pool import EnginePool
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -60,6 +61,17 @@ def test_a_group_stays_on_one_replica_and_groups_spread() -> None:
         order = client.replicas(f"minirepo-{i:06d}/0.0")
         assert sorted(order) == [0, 1, 2, 3]
         assert client.replicas(f"minirepo-{i:06d}/5.2#7") == order
+
+
+def test_a_replica_that_comes_or_goes_moves_its_own_share_of_groups_only() -> None:
+    client = EngineClient("policy", [object()] * 4)
+    groups = [f"minirepo-{i:06d}/0.0" for i in range(400)]
+    before = {g: client.replicas(g)[0] for g in groups}
+    client.use({0: object(), 1: object(), 3: object(), 7: object()})
+    after = {g: client.replicas(g)[0] for g in groups}
+    assert set(after.values()) == {0, 1, 3, 7}
+    assert all(after[g] == 7 for g in groups if after[g] != before[g] and before[g] != 2)
+    assert 2 not in {r for g in groups for r in client.replicas(g)}
 
 
 @pytest.mark.e2e
@@ -140,4 +152,4 @@ async def test_a_replica_killed_for_memory_is_lost_so_that_others_serve() -> Non
         raise OutOfMemoryError("the node ran low on memory")
 
     with pytest.raises(EngineLost, match="low on memory"):
-        await _answer(killed())
+        await answer(killed())

@@ -19,7 +19,8 @@ import torch
 from configs.schema import EngineConfig
 from infra.errors import EngineError
 from learner.publish import Publisher
-from rollout.engine import EngineClient, EnginePool, Generation
+from rollout.engine import EngineClient, Generation
+from rollout.engine_pool import EnginePool
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="module")]
 
@@ -243,6 +244,39 @@ async def test_restarted_engine_serves_the_published_weights(served: Served) -> 
     assert largest_gap(served.model, PROMPTS[:4], generations) < 1e-3
     assert all(g.versions == (2,) * 700 for g in generations)
     assert served.pool.restarts == 1
+
+
+async def test_a_new_engine_has_the_published_weights_before_its_first_request(served: Served) -> None:
+    pool = served.pool
+    pool.on_change(lambda: served.client.use(pool.replicas()))
+    pool.resize(2)
+    assert (pool.state().starting, len(pool.handles)) == (1, 1), "it is neither asked nor told of updates yet"
+    async with asyncio.timeout(180):
+        while not pool.state().settled:  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+    new = EngineClient("policy", pool.handles[1:])
+    generations = await asyncio.gather(
+        *(
+            new.generate(request_id=f"new/{i}", prompt_ids=p, max_tokens=40, temperature=1.0, stop_ids=())
+            for i, p in enumerate(PROMPTS[:4])
+        )
+    )
+    assert largest_gap(served.model, PROMPTS[:4], generations) < 1e-3
+    assert all(g.versions == (2,) * 40 for g in generations)
+
+
+async def test_a_drained_engine_finishes_or_hands_over_and_nothing_is_lost(served: Served) -> None:
+    pool = served.pool
+    assert len(pool.replicas()) == 2
+    flight = asyncio.create_task(served.generate(PROMPTS, max_tokens=700))
+    await running(served, len(PROMPTS))
+    pool.resize(1, drain_s=0.5)
+    generations = await flight
+    assert [len(g.token_ids) for g in generations] == [700] * len(PROMPTS)
+    async with asyncio.timeout(60):
+        while not pool.state().settled:  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+    assert len(await served.generate(PROMPTS[:4], max_tokens=3)) == 4
 
 
 async def running(served: Served, count: int) -> None:
