@@ -7,9 +7,8 @@ import logging
 import random
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from configs.schema import EndpointGraderBackend, GraderConfig, RubricConfig, SandboxConfig
 from envs.sandbox import SandboxProvider, make_provider
@@ -20,7 +19,7 @@ from grader.exchange import Grader, GradeReply, GradeRequest, base_state_of
 from grader.grading import Graded, Grading, Tally, without_hacks
 from grader.verdict import FallbackReason, Grade, InvalidVerdict
 from infra.errors import EngineError, GagarError, GraderError
-from rollout.engine import Engine, EngineClient
+from rollout.engine import Engine
 from rollout.trajectory import Transcript
 
 __all__ = ["GradeReply", "GradeRequest", "Grader", "GraderWorker"]
@@ -68,7 +67,6 @@ class GraderWorker:
         self.config = config
         self.rubric = rubric
         self.model = model or make_model(config, engine)
-        self._engine = engine
         self._provider: SandboxProvider | None = None
         kind = config.sandbox or sandbox
         if config.checks.enabled and config.mode == "agent":
@@ -86,11 +84,6 @@ class GraderWorker:
             except Exception as error:  # the one broad catch of this actor: no fault may cost more than a fallback
                 return self._reply(request, run, None, *_reason(error, self.config.timeout_s))
             return self._reply(request, run, grade, None, run.detail)
-
-    async def use_engines(self, replicas: Mapping[int, Any]) -> None:
-        """The engines from now on: some have come or gone."""
-        if isinstance(self._engine, EngineClient):
-            self._engine.use(replicas)
 
     async def close(self) -> None:
         """Close the model's connections, and what the sandboxes' provider keeps."""

@@ -15,14 +15,25 @@ from typing import Any, TypeVar
 import yaml
 
 from configs.check import resolved
-from configs.schema import AdvantageMode, EngineConfig, EvalConfig, Resources, RunConfig, VllmGraderBackend
+from configs.schema import (
+    AdvantageMode,
+    EndpointGraderBackend,
+    EngineConfig,
+    EvalConfig,
+    GraderConfig,
+    Resources,
+    RunConfig,
+    VllmGraderBackend,
+)
 from envs.source import make_source
 from grader.worker import GraderWorker
 from infra.errors import GagarError, StorageError
+from infra.placement import actor_options
 from infra.pool import ActorPool
 from infra.sinks import JsonlFile
 from infra.telemetry import Telemetry
 from learner.group import LearnerGroup
+from orchestrator import control
 from orchestrator.archive import GroupArchive
 from orchestrator.canaries import make_canaries
 from orchestrator.checkpoint import Checkpoint, Checkpoints, cut_logs
@@ -34,6 +45,7 @@ from orchestrator.observer import RunObserver
 from orchestrator.progress import Progress, end_table
 from orchestrator.report import write_report
 from orchestrator.runfiles import ARCHIVE, CONFIG, EVAL, GROUPS, METRICS, read_jsonl, require_run
+from orchestrator.scaling import Elastic, Full, Scaling
 from orchestrator.status import run_state
 from rollout.engine import EngineClient
 from rollout.engine_pool import EnginePool
@@ -95,6 +107,7 @@ async def _train(
     evals = JsonlFile(run_dir / EVAL, sync=True)
     groups = JsonlFile(run_dir / GROUPS, sync=True)
     canaries = make_canaries(config, run_dir)
+    control.clear(run_dir)
 
     async def measure(label: str, step: int, rollout: ActorPool) -> None:
         assert config.eval is not None
@@ -144,7 +157,8 @@ async def _train(
             archive=archive,
         )
         with archive or contextlib.nullcontext():
-            await scheduler.run()
+            async with _scaling(config, run_dir, scheduler, progress, observer):
+                await scheduler.run()
         if archive is not None and archive.lost:
             progress.event(
                 f"{archive.lost} graded groups are not in the archive, because transcripts were lost; the first: "
@@ -152,6 +166,54 @@ async def _train(
             )
         if config.eval is not None and config.eval.after:
             await measure("after", scheduler.step, rollout)
+
+
+@asynccontextmanager
+async def _scaling(
+    config: RunConfig, run_dir: Path, scheduler: Scheduler, progress: Progress, observer: RunObserver
+) -> AsyncIterator[None]:
+    """While it trains, the run's pools change their sizes, by `gagar scale` and by policy (docs/scaling.md)."""
+    parts = scheduler.parts
+    pools: dict[str, Elastic] = {"rollout": parts.rollout, "engine": parts.engines}
+    parts.rollout.say = parts.engines.say = progress.event
+    if parts.grader is not None:
+        pools["grader"] = parts.grader
+        parts.grader.say = progress.event
+    full = Full(parts.rollout)
+
+    def queue_s(pool: str) -> float:
+        now_s = scheduler.clock.now()
+        if pool == "rollout":
+            return full(now_s)
+        waiting = scheduler.grading.waiting if scheduler.grading is not None else {}
+        return now_s - min(waiting.values(), default=now_s)
+
+    scaling = Scaling(
+        run_dir=run_dir,
+        pools=pools,
+        config=config.scaling,
+        queue_s=queue_s,
+        most=_most(config),
+        say=progress.event,
+    )
+    observer.figures = scaling.scalars
+    task = asyncio.create_task(scaling.run())
+    try:
+        yield
+    finally:
+        task.cancel()
+
+
+def _most(config: RunConfig) -> dict[str, int]:
+    """Pools that cannot grow at will. Graders share the requests that their endpoint takes by their largest number."""
+    if config.grader is None or not isinstance(config.grader.backend, EndpointGraderBackend):
+        return {}
+    return {"grader": max(config.grader.workers, config.scaling.grader.max if config.scaling.grader else 0)}
+
+
+def _sharing(config: RunConfig, grader: GraderConfig) -> GraderConfig:
+    """What each grader is told: how many there may be, so that they never ask more of their endpoint together."""
+    return grader.model_copy(update={"workers": _most(config).get("grader", grader.workers)})
 
 
 def run_eval(config: RunConfig, checkpoint: Path | None) -> int:
@@ -227,6 +289,8 @@ async def _rollout_pool(config: RunConfig, progress: Progress) -> AsyncIterator[
             resources=config.rollout.resources,
         )
 
+        engines.on_change(lambda: pool.broadcast("use_engines", engines.replicas()))
+
         async def ready() -> ActorPool:
             await asyncio.gather(engines_ready(), pool.ready())
             return pool
@@ -254,7 +318,7 @@ async def grader_pool(config: RunConfig, progress: Progress) -> AsyncIterator[St
             pool = _pool(
                 "grader",
                 GraderWorker,
-                (grader, config.algorithm.rubric),
+                (_sharing(config, grader), config.algorithm.rubric),
                 kwargs={"engine": client, "sandbox": config.rollout.sandbox},
                 workers=grader.workers,
                 slots=grader.groups_per_worker,
@@ -322,9 +386,7 @@ def _pool(
     """A started pool of `actor(*args, **kwargs)`; the light arguments go to each actor by value."""
     import ray
 
-    remote = ray.remote(
-        num_cpus=resources.cpus, num_gpus=resources.gpus, resources=resources.custom or None, max_concurrency=slots + 2
-    )(actor)
+    remote = ray.remote(**actor_options(resources), max_concurrency=slots + 2)(actor)
     pool = ActorPool(name, lambda _: remote.remote(*args, **(kwargs or {})), size=workers, slots=slots)
     pool.start()
     return pool

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
@@ -35,6 +36,8 @@ class RunObserver:
         self._stall_told_s = 0.0
         self._slots: dict[str, int] = {}
         """At the end of the last step."""
+        self.figures: Callable[[], Mapping[str, float]] = dict
+        """More metrics of the step that ends, by name."""
         self._canaries = 0
         """Graded up to the last step."""
         self.checkpoint: str | None = None
@@ -77,6 +80,7 @@ class RunObserver:
                 slots=self._fewest_slots(scheduler),
             )
         )
+        metrics.scalars.update(self.figures())
         self._telemetry.log_step(scheduler.step, metrics.scalars, metrics.histograms)
         for line in record.records:
             (self._trained if line["outcome"] == "trained" else self._skipped)[line["source"]] += 1

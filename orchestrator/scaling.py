@@ -23,6 +23,24 @@ from orchestrator.control import ANSWER, REQUEST, AnswerState, PoolAnswer, Scale
 PERIOD_S = 1.0
 
 
+class Full:
+    """How long every slot of a pool has been in use. Where work is admitted only as slots come free, as for rollouts,
+    this is how long the next piece of it has waited."""
+
+    def __init__(self, pool: Elastic) -> None:
+        self._pool = pool
+        self._since_s: float | None = None
+
+    def __call__(self, now_s: float) -> float:
+        """Seconds, at `now_s` of a clock that does not change between calls; to be asked about once a second."""
+        state = self._pool.state()
+        if state.busy < state.slots:
+            self._since_s = None
+            return 0.0
+        self._since_s = now_s if self._since_s is None else self._since_s
+        return now_s - self._since_s
+
+
 class Elastic(Protocol):
     """A pool whose size can change: `ActorPool` and `EnginePool`."""
 
@@ -75,10 +93,10 @@ class Scaling:
         while True:
             try:
                 self.tick()
-            except StorageError as e:
+            except Exception as e:  # the one broad catch here: no fault of scaling may cost the run
                 if str(e) != self._told:
                     self._told = str(e)
-                    self._say(f"scaling: {e}")
+                    self._say(f"scaling: {e or type(e).__name__}")
             await asyncio.sleep(PERIOD_S)
 
     def tick(self) -> None:

@@ -91,6 +91,7 @@ class EnginePool:
         self._quiet = asyncio.Event()
         """Set while no update is on its way."""
         self._quiet.set()
+        self._client = EngineClient(name, {})
         self._listeners: list[Callable[[], None]] = []
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -192,8 +193,10 @@ class EnginePool:
         )
 
     def client(self) -> EngineClient:
-        """An `Engine` over this pool, to be given to workers, which are told of changes with `EngineClient.use`."""
-        return EngineClient(self.name, self.replicas())
+        """An `Engine` over this pool, to be given to workers. It follows the pool; copies in other processes are told
+        with `EngineClient.use`."""
+        self._client.use(self.replicas())
+        return self._client
 
     def transfer_target(self) -> TransferTarget:
         """For the learner's `Publisher`, at the begin of an update. Raises ConfigError where updates cannot reach these
@@ -327,5 +330,6 @@ class EnginePool:
         task.add_done_callback(self._tasks.discard)
 
     def _notify(self) -> None:
+        self._client.use(self.replicas())
         for listener in self._listeners:
             listener()

@@ -248,7 +248,6 @@ async def test_restarted_engine_serves_the_published_weights(served: Served) -> 
 
 async def test_a_new_engine_has_the_published_weights_before_its_first_request(served: Served) -> None:
     pool = served.pool
-    pool.on_change(lambda: served.client.use(pool.replicas()))
     pool.resize(2)
     assert (pool.state().starting, len(pool.handles)) == (1, 1), "it is neither asked nor told of updates yet"
     async with asyncio.timeout(180):
