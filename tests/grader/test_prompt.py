@@ -128,9 +128,9 @@ def test_ordinary_code_is_left_alone(code: str) -> None:
     "text", ["<" + " " * 200_000, "< " * 100_000, " " * 200_000 + "#", "\n" * 200_000, "<|" * 100_000]
 )
 def test_no_text_takes_long(text: str) -> None:
-    start_s = time.monotonic()
+    start_s = time.process_time()
     neutralise(text)
-    assert time.monotonic() - start_s < 5
+    assert time.process_time() - start_s < 5
 
 
 # --- the opening (M2.2: summaries first) ------------------------------------------------------------------------------
@@ -391,12 +391,12 @@ def test_only_lines_that_are_shown_can_be_cited_in_the_compact_style() -> None:
 
 @pytest.mark.parametrize("content", ["\n" * 600_000, "x" * 900_000, "\n".join(str(n) for n in range(150_000))])
 def test_a_huge_patch_holds_nobody_up(content: str) -> None:
-    start_s = time.monotonic()
+    start_s = time.process_time()
     group = group_of([(True, new_file("big.txt", content)), (True, CLEAN + new_file("z.txt", content))])
     for style in STYLES:
         opened(group, style)
         build_prompt(group, style=style, prompt_chars=6000)
-    assert time.monotonic() - start_s < 20
+    assert time.process_time() - start_s < 20
     assert {line.path for line in group.candidates[0].patch.lines} <= {"shop/core.py", "big.txt", "z.txt"}
     assert "shop/core.py +1 -1" in opened(group, "compact")
 

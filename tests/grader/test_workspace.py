@@ -224,9 +224,9 @@ def test_a_difference_that_would_take_hours_is_refused() -> None:
     other = "\n".join("x" if n % 2 else f"b{n}" for n in range(8000))
     request, transcripts = request_of([(True, new_file("m.txt", mixed)), (True, new_file("m.txt", other))])
     space = Workspace.build(as_group(request, transcripts), False)
-    start_s = time.monotonic()
+    start_s = time.process_time()
     assert lines(space.diff("C1", "C2")) == ["| m.txt differs too much to be compared; read the patches"]
-    assert time.monotonic() - start_s < 5
+    assert time.process_time() - start_s < 5
 
 
 # --- patched trees ----------------------------------------------------------------------------------------------------
