@@ -258,7 +258,11 @@ class SourceBase(Section):
     prior_acceptance: Annotated[Float, Field(gt=0.0, le=1.0)] = 0.6
     """Cold-start estimate of r_i, the share of groups that can be trained on."""
     prior_time_s: PositiveFloat = 20.0
-    """Cold-start estimate of t_i, the effective rollout time of a group, in seconds."""
+    """Cold-start estimate of t_i, the effective time of one rollout (pauses for new weights left out), in seconds."""
+    min_concurrency: NonNegativeInt = 0
+    """Trajectories of this source at once below which it is served before the others, as long as it may be sampled."""
+    max_concurrency: PositiveInt | None = None
+    """Most trajectories of this source at once (at least a group runs); null: no limit of its own."""
 
 
 class MinirepoSource(SourceBase):
@@ -615,20 +619,68 @@ class LearnerConfig(Section):
     resources: Resources = Resources()
 
 
+class OversamplingConfig(Section):
+    """How many groups more than needed are under way, by source: the longer its rollouts, the more (M6.1)."""
+
+    mean: NonNegativeFloat = 0.5
+    """p_bar: mean oversampling, weighted by need; 0.5 keeps half as many groups again as one step needs under way."""
+    min: NonNegativeFloat = 0.0
+    """p_min: least oversampling of a source."""
+    max: NonNegativeFloat = 2.0
+    """p_max: most oversampling of a source."""
+
+    @model_validator(mode="after")
+    def _order(self) -> OversamplingConfig:
+        if not self.min <= self.mean <= self.max:
+            raise ValueError(
+                f"mean={self.mean:g} must lie between min={self.min:g} and max={self.max:g}; choose min <= mean <= max"
+            )
+        return self
+
+
 class SchedulerConfig(Section):
-    """The driver."""
+    """The driver. docs/scheduling.md explains how its settings work together."""
 
     max_inflight_groups: PositiveInt = 12
     """Groups that roll out, are graded or are in the running step. Groups that wait for their batch are bounded by the
     quotas and max_staleness instead, so that the surplus of one source never keeps out another."""
     max_staleness: NonNegativeInt = 2
-    """Optimiser steps between sampling a token and training on it; an older group is dropped and counted (M6.4)."""
+    """Optimiser steps between sampling a token and training on it (M6.4); the oldest token of a group decides."""
+    stale: Literal["drop", "wait"] = "drop"
+    """drop: a group that grew too old is dropped and counted; wait: a step waits for the groups that would otherwise
+    grow too old, so that none is lost to its length (M6.4)."""
+    asynchronous: Flag = True
+    """false: strictly on-policy. Nothing is sampled for a later step before the weights of this one are published, and
+    only tokens of the current weights are trained on. Can also be written `async`."""
     alpha: Probability = 0.5
     """Dispatch weight: 1 follows the quotas, 0 what is still missing in this step (M6.2)."""
+    oversampling: OversamplingConfig | None = None
+    """null: as many groups are under way as max_staleness lets be trained."""
+    starve_after_groups: PositiveInt = 64
+    """Groups of one source that end in a row without one to train on, before an alarm says that it starves; until the
+    next acceptable one only `starve_probes` groups of it run at once."""
+    starve_probes: PositiveInt = 1
+    """Groups of a starving source at once."""
+    kv_tokens_per_engine: PositiveInt | None = None
+    """KV cache of one engine in tokens (vLLM logs it at its start): rollouts start only while what is predicted to be
+    needed fits all engines; null: from engine.kv_cache_gib on a CPU, no such bound on CUDA."""
     stall_after_s: PositiveFloat = 120.0
     """Without any progress for this long, the run says which queue waits for whom."""
     abort_after_s: PositiveFloat = 900.0
     """Without any progress for this long, the run ends with an error and its last checkpoint."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short_name(cls, data: Any) -> Any:
+        """`async` cannot name an attribute in Python."""
+        if isinstance(data, dict) and "async" in data and "asynchronous" not in data:
+            return {("asynchronous" if key == "async" else key): value for key, value in data.items()}
+        return data
+
+    @property
+    def staleness(self) -> int:
+        """Optimiser steps that a token may be old when it is trained on."""
+        return self.max_staleness if self.asynchronous else 0
 
 
 class AutoscaleConfig(Section):
@@ -670,6 +722,9 @@ class CheckpointConfig(Section):
     """Optimiser steps between checkpoints; the last step always has one."""
     keep: PositiveInt = 2
     """Newest checkpoints that stay on disk."""
+    rollouts: Flag = True
+    """Whether workers keep finished rollouts in the run's folder `rollouts/` until a checkpoint covers them, so that a
+    resume samples none of them again; every node must see the folder."""
 
 
 class EvalConfig(Section):

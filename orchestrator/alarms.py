@@ -1,4 +1,4 @@
-"""Rolling figures of the graders, and the alarms on them (M7). Pure: no clock, no files.
+"""Rolling figures of the graders, and the alarms on them and on the supply of groups (M7). Pure: no clock, no files.
 
 docs/metrics.md explains each name. After a resume the canaries go on from canaries.jsonl; the window over groups
 starts anew.
@@ -14,6 +14,7 @@ from typing import Any
 
 from configs.schema import GraderConfig
 from grader.verdict import FallbackReason
+from orchestrator.mixer import Mixer
 
 NO_VERDICT = frozenset(
     {
@@ -118,6 +119,36 @@ class GraderWatch:
         if share >= below or len(self._canaries) < self._config.canaries.window:
             return False, said
         return True, f"{said}, below grader.canaries.alarm_below = {below:g}; canaries.jsonl has each verdict"
+
+
+class SupplyWatch:
+    """Which sources starve: nothing of them can be trained on. Tells of each change once."""
+
+    def __init__(self, mixer: Mixer) -> None:
+        self._mixer = mixer
+        self._on: set[str] = set()
+
+    @property
+    def alarms(self) -> tuple[str, ...]:
+        """Names of the alarms that are on."""
+        return tuple(f"starved/{source}" for source in sorted(self._on))
+
+    def changes(self) -> list[Alarm]:
+        """The alarms that what happened since the last call begins or ends."""
+        out = []
+        for source, s in self._mixer.sources.items():
+            on = self._mixer.starved(source)
+            if on == (source in self._on):
+                continue
+            (self._on.add if on else self._on.discard)(source)
+            text = (
+                f"none of the last {s.barren} groups of {source} could be trained on (groups.jsonl says why); only "
+                "probes of it are sampled until one can, and no step ends without its quota"
+                if on
+                else f"a group of {source} can be trained on again; it is sampled as before"
+            )
+            out.append(Alarm(name=f"starved/{source}", on=on, text=text))
+        return out
 
 
 def validity(reasons: Sequence[FallbackReason | None]) -> float | None:

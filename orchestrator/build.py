@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import yaml
 
 from configs.check import resolved
+from configs.models import read_facts
 from configs.schema import (
     AdvantageMode,
     EndpointGraderBackend,
@@ -34,17 +35,19 @@ from infra.sinks import JsonlFile
 from infra.telemetry import Telemetry
 from learner.group import LearnerGroup
 from orchestrator import control
+from orchestrator.admission import Admission
 from orchestrator.archive import GroupArchive
 from orchestrator.canaries import make_canaries
 from orchestrator.checkpoint import Checkpoint, Checkpoints, cut_logs
 from orchestrator.evaluate import EvalResult, evaluate
 from orchestrator.ledger import Ledger
+from orchestrator.ledger_store import LedgerStore, indices
 from orchestrator.loop import Parts, Scheduler
 from orchestrator.mixer import Mixer
 from orchestrator.observer import RunObserver
 from orchestrator.progress import Progress, end_table
 from orchestrator.report import write_report
-from orchestrator.runfiles import ARCHIVE, CONFIG, EVAL, GROUPS, METRICS, read_jsonl, require_run
+from orchestrator.runfiles import ARCHIVE, CONFIG, EVAL, GROUPS, LEDGER, METRICS, ROLLOUTS, read_jsonl, require_run
 from orchestrator.scaling import Elastic, Full, Scaling
 from orchestrator.status import run_state
 from rollout.engine import EngineClient
@@ -118,8 +121,9 @@ async def _train(
 
     # Everything starts at once; the first evaluation needs only the engines and the rollout workers, and runs while the
     # learner and the grader load.
+    keep = (run_dir / ROLLOUTS).resolve() if config.checkpoint.rollouts else None
     async with (
-        _rollout_pool(config, progress) as (engines, rollout_ready),
+        _rollout_pool(config, progress, keep=keep) as (engines, rollout_ready),
         _learner(config, progress) as learner_ready,
         grader_pool(config, progress) as grader_ready,
     ):
@@ -131,12 +135,18 @@ async def _train(
         learner, grader = await others
         kept = config.telemetry.archive == "graded" and grader is not None
         archive = GroupArchive(run_dir / ARCHIVE) if kept else None
-        mixer = Mixer(config.sources, alpha=config.scheduler.alpha)
+        mixer = Mixer.of(config.sources, config.scheduler, group_size=config.algorithm.group_size)
+        store = LedgerStore(run_dir / LEDGER, run_dir / ROLLOUTS)
+        left = store.load(mark=(checkpoint.state.get("ledger") or 0) if checkpoint else 0)
+        mixer.restore(checkpoint.state["mixer"] if checkpoint else {}, indices(left))
+        if left:
+            progress.event(
+                f"{len(left)} groups come back, {sum(len(k.rollouts) for k in left)} rollouts of them finished"
+            )
         if checkpoint is not None:
             observer.on_checkpoint(checkpoint.path)
             await learner.load(checkpoint.learner)
             await learner.publish(engines, checkpoint.step)
-            mixer.restore(checkpoint.state["mixer"])
         scheduler = Scheduler(
             config=config,
             parts=Parts(
@@ -147,7 +157,7 @@ async def _train(
                 learner=learner,
                 canaries=canaries,
             ),
-            ledger=Ledger(),
+            ledger=Ledger(store),
             mixer=mixer,
             audit=groups,
             checkpoints=Checkpoints(run_dir, keep=config.checkpoint.keep),
@@ -155,8 +165,10 @@ async def _train(
             observer=observer,
             start_step=checkpoint.step if checkpoint else 0,
             archive=archive,
+            admission=Admission.of(config, kv_tokens_per_engine=_kv_tokens(config.engine)),
+            kept=left,
         )
-        with archive or contextlib.nullcontext():
+        with contextlib.closing(store), archive or contextlib.nullcontext():
             async with _scaling(config, run_dir, scheduler, progress, observer):
                 await scheduler.run()
         if archive is not None and archive.lost:
@@ -277,13 +289,16 @@ async def _evaluate(
 
 
 @asynccontextmanager
-async def _rollout_pool(config: RunConfig, progress: Progress) -> AsyncIterator[tuple[EnginePool, Starting[ActorPool]]]:
-    """The policy's engines and the rollout workers, starting; await the call for the ready pool."""
+async def _rollout_pool(
+    config: RunConfig, progress: Progress, keep: Path | None = None
+) -> AsyncIterator[tuple[EnginePool, Starting[ActorPool]]]:
+    """The policy's engines and the rollout workers, starting; await the call for the ready pool. `keep`: where workers
+    write the rollouts that they have finished for training."""
     async with _engines("policy", config.engine, config.seed, progress) as (engines, engines_ready):
         pool = _pool(
             "rollout",
             RolloutWorker,
-            (config.rollout, config.engine.model, engines.client()),
+            (config.rollout, config.engine.model, engines.client(), keep),
             workers=config.rollout.workers,
             slots=config.rollout.slots_per_worker,
             resources=config.rollout.resources,
@@ -371,6 +386,16 @@ async def _learner(config: RunConfig, progress: Progress) -> AsyncIterator[Start
         yield ready
     finally:
         group.shutdown()
+
+
+def _kv_tokens(config: EngineConfig) -> int | None:
+    """Room in the KV cache of one engine, where the configuration says how large it is."""
+    if config.device != "cpu":
+        return None
+    values = read_facts(Path(config.model)).kv_values_per_token
+    if values is None:
+        return None
+    return int(config.kv_cache_gib * 2**30) // (values * (4 if config.dtype == "float32" else 2))
 
 
 def _pool(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,11 +63,19 @@ class Checkpoints:
         self._root = run_dir / "checkpoints"
         self._keep = keep
 
-    async def save(self, step: int, learner: LearnerGroup, state: Mapping[str, Any]) -> Path:
+    async def save(
+        self,
+        step: int,
+        learner: LearnerGroup,
+        state: Mapping[str, Any],
+        *,
+        before: Callable[[], Awaitable[None]] | None = None,
+    ) -> Path:
         """Write the checkpoint after optimiser step `step`, then prune the oldest.
 
         The logs are measured before the first wait, so `state` and what a resume keeps of them are of one moment: a
-        group that ends while the weights are written is in neither, and is sampled again.
+        group that ends while the weights are written is in neither, and ends again after a resume. `before` is awaited
+        before the checkpoint counts as complete.
 
         Raises:
             StorageError: it could not be written; earlier checkpoints are untouched.
@@ -83,6 +91,8 @@ class Checkpoints:
             text = json.dumps({**state, "step": step, "logs": logs}, indent=1)
             (part / "state.json").write_text(text, encoding="utf-8")
             _sync_tree(part)
+            if before is not None:
+                await before()
             shutil.rmtree(final, ignore_errors=True)
             part.rename(final)
             _sync(self._root)

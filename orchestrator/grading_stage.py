@@ -24,6 +24,7 @@ from orchestrator.alarms import Alarm, GraderWatch
 from orchestrator.canaries import Canaries
 from orchestrator.clock import Clock
 from orchestrator.ledger import CompleteGroup
+from orchestrator.slots import Slots
 
 ATTEMPTS = 2
 """How often a group is handed to a grader: again only if the first one died or hung."""
@@ -62,16 +63,22 @@ class GradingStage:
         self._check = check
         self._deadline_s = config.timeout_s * 1.5 + 10.0
         """The worker keeps timeout_s itself; this one is for a worker that hangs."""
-        self._queue: asyncio.Queue[CompleteGroup] = asyncio.Queue(maxsize=2 * slots)
-        self._slots = asyncio.Semaphore(slots)
+        self._queue: asyncio.Queue[CompleteGroup] = asyncio.Queue()
+        """Bounded by what is admitted: see `full`."""
+        self.slots = Slots(max(slots, 1))
         self._canaries_at_once = 0 if canaries is None else canaries.at_once(slots)
         self.watch = GraderWatch(config, canaries.past if canaries else ())
         self.canaries_graded = 0
         self.waiting: dict[str, float] = {}
         """Groups that no grader has begun, and when their last trajectory ended."""
 
+    @property
+    def full(self) -> bool:
+        """Whether so many groups wait for a grader that no more of those to be graded should be admitted."""
+        return len(self.waiting) >= 2 * self.slots.size
+
     async def put(self, group: CompleteGroup) -> None:
-        """Hand over an eligible group (M1.6); waits while the queue is full."""
+        """Hand over an eligible group (M1.6)."""
         self.waiting[group.group_id] = group.completed_s
         await self._queue.put(group)
 
@@ -80,7 +87,7 @@ class GradingStage:
         freed slot. Slots are given out in turn, so a canary waits for one no longer than a group would."""
         while True:
             group = await self._queue.get()
-            await self._slots.acquire()
+            await self.slots.acquire()
             since_s = self.waiting.pop(group.group_id)
             self._telemetry.record_span(QUEUE, since_s, self._clock.now(), group_id=group.group_id)
             self._spawn(self._grade(group))
@@ -90,13 +97,14 @@ class GradingStage:
 
     async def _grade(self, group: CompleteGroup) -> None:
         """One group, in a slot that was acquired for it."""
+        waited_s = self._clock.now() - group.completed_s
         request = GradeRequest(
             group_id=group.group_id,
             task=group.task,
             base_state=base_state_of(group.task),
             trajectories=tuple(m.trajectory for m in group.valid),
             order_seed=self._seed + group.index,
-            submitted_unix_s=self._clock.unix() - (self._clock.now() - group.completed_s),  # since then it waits for a grader
+            submitted_unix_s=self._clock.unix() - waited_s,
         )
         with self._telemetry.span(GRADE, group_id=group.group_id):
             reply = await self._ask(request, [m.transcript for m in group.valid])
@@ -107,7 +115,7 @@ class GradingStage:
         """One stored group: what comes back says something of the graders, and is nothing to be trained on."""
         canary = await canaries.take()
         group = canary.group
-        await self._slots.acquire()
+        await self.slots.acquire()
         request = GradeRequest(
             group_id=group.group_id,
             task=group.task,
@@ -138,7 +146,7 @@ class GradingStage:
                 except RayError as e:  # Ray's own: a transcript was lost with its node, so nobody can read the group
                     return lost_reply(request, f"{type(e).__name__}: {e}", run_s=self._clock.now() - start_s)
         finally:
-            self._slots.release()
+            self.slots.release()
 
     def _tell(self, changes: list[Alarm]) -> None:
         for alarm in changes:

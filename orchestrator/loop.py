@@ -1,4 +1,4 @@
-"""The scheduler: one asyncio process, six small loops, bounded queues between them.
+"""The scheduler: one asyncio process, a few small loops, and no queue without a bound.
 
     source quota -> [mixer] -> task x n -> [rollout pool] -> trajectory (metadata + payload ref)
         -> [verifier] -> group complete -> masked / skipped / eligible
@@ -6,15 +6,16 @@
         -> [advantage] -> ready group -> batch of the step -> [learner group] -> new weights -> [engine pool]
 
 No stage waits for another one's batch: groups are graded the moment they complete, while others roll out and the
-learner steps. A full queue slows the stage before it. The driver holds metadata and references, never token payloads.
-The graders' arrow is grading_stage.py.
+learner steps. What is under way is bounded where it is admitted: by slots and KV cache (admission.py), by need and
+staleness (mixer.py), and by what waits for a grader. The driver holds metadata and references, never token payloads.
+The rollouts' arrows are rollout_stage.py, the graders' grading_stage.py; docs/scheduling.md has the rules in words.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,12 +25,13 @@ from configs.schema import AdvantageMode, RunConfig
 from envs.task import Split, TaskKind, TaskSource
 from grader.exchange import GradeReply
 from infra.errors import GagarError
-from infra.pool import ActorLost, ActorPool, ActorTimeout
+from infra.pool import ActorPool
 from infra.sinks import JsonlFile
-from infra.spans import CHECKPOINT, LEARN, PUBLISH, ROLLOUT
+from infra.spans import CHECKPOINT, LEARN, PUBLISH
 from infra.telemetry import Telemetry
 from learner.group import BatchItem, LearnerGroup, StepStats
-from orchestrator.alarms import Alarm
+from orchestrator.admission import Admission
+from orchestrator.alarms import Alarm, SupplyWatch
 from orchestrator.archive import GroupArchive
 from orchestrator.audit import audit_record
 from orchestrator.canaries import Canaries
@@ -37,12 +39,14 @@ from orchestrator.checkpoint import Checkpoints
 from orchestrator.clock import Clock
 from orchestrator.credit import Credit, GroupOutcome, classify, credit, skipped
 from orchestrator.grading_stage import GradingStage
-from orchestrator.ledger import CompleteGroup, Ledger, Member, ReadyGroup, RollingGroup
+from orchestrator.ledger import CompleteGroup, Ledger, Member, ReadyGroup, RollingGroup, is_stale
 from orchestrator.mixer import Mixer
 from orchestrator.progress import Activity
-from rollout.worker import lost_trajectory
+from orchestrator.rollout_stage import RolloutStage
+from rollout.trajectory import Trajectory
 
 if TYPE_CHECKING:
+    from orchestrator.ledger_store import KeptGroup
     from rollout.engine_pool import EnginePool
 
 
@@ -105,10 +109,12 @@ class Scheduler:
         observer: Observer,
         start_step: int = 0,
         archive: GroupArchive | None = None,
+        admission: Admission | None = None,
+        kept: Sequence[KeptGroup] = (),
         clock: Clock | None = None,
     ) -> None:
+        """`kept`: groups that an earlier session left behind, brought back before anything new is admitted."""
         self.config = config
-        self.clock = clock or Clock()
         self.parts = parts
         self.ledger = ledger
         self.mixer = mixer
@@ -116,13 +122,28 @@ class Scheduler:
         self.archive = archive
         self.checkpoints = checkpoints
         self.telemetry = telemetry
+        self.admission = admission or Admission.of(config)
+        self.clock = clock or Clock()
         self.step = start_step
         """Optimiser steps done; also the version of the weights in the engines."""
         self.moved_s = 0.0
         """When anything last moved: a trajectory that was not lost, a grade, a step."""
         self.activity: tuple[Activity, float] = ("waiting", 0.0)
         """What `_train` does, and since when."""
+        self.supply = SupplyWatch(mixer)
         self._observer = observer
+        self._kept = kept
+        self._grades = {group.group_id: group.reply for group in kept if group.reply is not None}
+        """Grades of an earlier session, for groups whose rollouts come back."""
+        self.rollouts = RolloutStage(
+            config=config.rollout,
+            pool=parts.rollout,
+            telemetry=telemetry,
+            clock=self.clock,
+            spawn=self._spawn,
+            on_end=self._take,
+            on_retry=self._on_retry,
+        )
         self.grading: GradingStage | None = None
         """None where nothing is graded."""
         if config.grader and parts.grader and config.algorithm.mode is not AdvantageMode.OUTCOME:
@@ -138,13 +159,11 @@ class Scheduler:
                 on_grade=self._on_grade,
                 on_alarm=observer.on_alarm,
             )
-        rollout_slots = parts.rollout.occupancy()[1]
-        self._to_roll: asyncio.Queue[tuple[RollingGroup, int, int]] = asyncio.Queue(maxsize=rollout_slots)
-        self._ended: asyncio.Queue[tuple[str, int, Member]] = asyncio.Queue(maxsize=rollout_slots)
-        self._roll_slots = asyncio.Semaphore(rollout_slots)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._changed = asyncio.Event()
-        """Set when a group became ready or ended: wakes `_admit` and `_train`."""
+        self._room = asyncio.Event()
+        """Set when a rollout or a group ended, or a step: wakes `_admit`."""
+        self._supplied = asyncio.Event()
+        """Set when a group became ready or ended: wakes `_train`."""
         self._record = StepRecord(started_s=0.0)
 
     async def run(self) -> None:
@@ -157,7 +176,7 @@ class Scheduler:
         self.activity = ("waiting", self.moved_s)
         async with asyncio.TaskGroup() as group:
             self._group = group
-            loops = [self._admit(), self._roll(), self._collect(), self._watch()]
+            loops = [self._admit(), self.rollouts.run(), self._watch()]
             if self.grading is not None:
                 loops.append(self.grading.run())
             for loop in loops:
@@ -175,103 +194,97 @@ class Scheduler:
     # ---- source -> rollout ------------------------------------------------------------------------------------------
 
     async def _admit(self) -> None:
-        """Consumes the mixer's choices; produces (group, slot) into `_to_roll`. Waits for room under the in-flight and
-        lookahead limits; unblocked by a group that ends, or by a step."""
-        size = self.config.algorithm.group_size
+        """Consumes the mixer's choices; produces groups for the rollouts. Waits for room under every bound; unblocked
+        by a rollout or group that ends, or by a step."""
+        await self._bring_back()
         while True:
-            self._changed.clear()
+            self._room.clear()
             source = self._next_source()
             if source is None:
-                await self._changed.wait()
+                await self._room.wait()
                 continue
             index = self.mixer.take_index(source)
-            task = self.parts.sources[source].task(Split.TRAIN, index)
-            rolling = RollingGroup(
-                group_id=f"{source}-{index:06d}",
-                task=task,
-                index=index,
-                size=size,
-                version=self.step,
-                admitted_s=self.clock.now(),
-            )
+            rolling = self._rolling(f"{source}-{index:06d}", source, index, self.config.algorithm.group_size, self.step)
             self.ledger.admit(rolling)
-            for slot in range(size):
-                await self._to_roll.put((rolling, slot, 0))
+            self.rollouts.put(rolling, range(rolling.size))
+            del rolling
+            await asyncio.sleep(0)  # making tasks takes time: others run in between
 
     def _next_source(self) -> str | None:
-        """The bound on staleness is structural: no more groups live than `max_staleness + 1` steps train, the running
-        one included."""
+        """The bound on staleness is structural: no more groups live than the steps train that may train on them, the
+        running one included. Without asynchronous training that is the step being collected, and no other."""
         limits = self.config.scheduler
         if self.ledger.inflight >= limits.max_inflight_groups:
             return None
-        outstanding = {name: self.ledger.outstanding(name) for name in self.mixer.sources}
-        steps = min(limits.max_staleness + 1, self.config.steps - self.step)
-        return self.mixer.choose(outstanding, steps)
+        if not limits.asynchronous and self.activity[0] in ("learning", "publishing"):
+            return None
+        rolling, slots = self.ledger.rolling(), self.rollouts.slots.size
+        if self.admission.full(rolling, slots) is not None:
+            return None
+        closed = self.admission.closed(rolling)
+        if self.grading is not None and self.grading.full:
+            closed |= {name for name in self.mixer.sources if self.parts.sources[name].kind is TaskKind.CODE}
+        oldest = self.step - limits.staleness
+        outstanding = {name: self.ledger.outstanding(name, oldest=oldest) for name in self.mixer.sources}
+        steps = min(limits.staleness + 1, self.config.steps - self.step)
+        return self.mixer.choose(outstanding, steps, rolling=rolling, slots=slots, closed=closed)
 
-    async def _roll(self) -> None:
-        """Consumes `_to_roll`; starts one trajectory a free slot of the rollout pool. Unblocked by a freed slot."""
-        while True:
-            await self._roll_slots.acquire()
-            rolling, slot, attempt = await self._to_roll.get()
-            self._spawn(self._roll_one(rolling, slot, attempt))
+    def _rolling(self, group_id: str, source: str, index: int, size: int, version: int) -> RollingGroup:
+        return RollingGroup(
+            group_id=group_id,
+            task=self.parts.sources[source].task(Split.TRAIN, index),
+            index=index,
+            size=size,
+            version=version,
+            admitted_s=self.clock.now(),
+        )
 
-    async def _roll_one(self, rolling: RollingGroup, slot: int, attempt: int) -> None:
-        """One trajectory. Lost to infrastructure: only it is sampled again; its finished siblings stay."""
-        trajectory_id = f"{rolling.group_id}/{slot}.{attempt}"
-        start_s = self.clock.now()
-        wall_s = self.config.rollout.limits.wall_s
-        payload = transcript = None
-        with self.telemetry.span(
-            ROLLOUT, group_id=rolling.group_id, source=rolling.task.source, trajectory_id=trajectory_id
-        ):
-            try:
-                trajectory, (payload, transcript) = await self.parts.rollout.call(
-                    "rollout", rolling.task, trajectory_id, rolling.group_id, num_returns=3, timeout_s=2 * wall_s
-                )
-            except (ActorLost, ActorTimeout) as e:
-                if self.parts.rollout.occupancy()[1] == 0:
-                    # Every call would fail at once, for ever: groups would be skipped as fast as the disk takes them.
-                    raise GagarError(
-                        f"no rollout worker is left ({e}); mend what ends them, then run the same command with --resume"
-                    ) from e
-                trajectory = lost_trajectory(
-                    rolling.task, trajectory_id, rolling.group_id, str(e), self.clock.now() - start_s
-                )
-            finally:
-                self._roll_slots.release()
-        if not trajectory.status.masked:  # losses alone are no progress, so `abort_after_s` ends a run of nothing else
-            self.moved_s = self.clock.now()
-        if trajectory.status.masked and attempt < self.config.rollout.infra_retries:
-            self._record.retries[trajectory.status.value] += 1
-            await self._to_roll.put((rolling, slot, attempt + 1))
-            return
-        member = Member(trajectory=trajectory, payload=payload, transcript=transcript)
-        await self._ended.put((rolling.group_id, slot, member))
+    async def _bring_back(self) -> None:
+        """Groups of an earlier session first, and whole: whatever of them had ended is kept, so what a resume trains on
+        is what was admitted, not what happened to be short."""
+        kept = [k for k in self._kept if k.source in self.mixer.sources]
+        self._kept = ()
+        groups = [self._rolling(k.group_id, k.source, k.index, k.size, min(k.version, self.step)) for k in kept]
+        for rolling in groups:
+            self.ledger.admit(rolling, again=True)
+        files = [k.rollouts for k in kept]
+        await asyncio.gather(*(self.rollouts.bring_back(g, f) for g, f in zip(groups, files, strict=True)))
+
+    def _on_retry(self, trajectory: Trajectory) -> None:
+        """It was lost, and only it is sampled again. Losses alone are no progress, so `abort_after_s` ends a run of
+        nothing else."""
+        self._record.retries[trajectory.status.value] += 1
 
     # ---- complete -> graded -> ready --------------------------------------------------------------------------------
 
-    async def _collect(self) -> None:
-        """Consumes ended trajectories; complete groups are skipped, sent to the graders, or made ready at once."""
-        while True:
-            await self._take(*await self._ended.get())
-
-    async def _take(self, group_id: str, slot: int, member: Member) -> None:
-        group = self.ledger.record(group_id, slot, member, self.clock.now())
+    async def _take(self, rolling: RollingGroup, slot: int, member: Member) -> None:
+        """A trajectory ended. A complete group is skipped, sent to the graders, or made ready at once."""
+        trajectory = member.trajectory
+        if not trajectory.status.masked:
+            self.moved_s = self.clock.now()
+            self.admission.observe(trajectory.source, trajectory.total_tokens)
+        group = self.ledger.record(rolling.group_id, slot, member, self.clock.now())
+        self._room.set()
         if group is None:
             return
         trajectories = [m.trajectory for m in group.members]
         skip = classify(trajectories, self.config.algorithm.min_valid)
         if skip is not None:
             self._end(group, skipped(skip), skip)
-        elif self.grading is not None and group.task.kind is TaskKind.CODE:
-            await self.grading.put(group)
-        else:
+        elif is_stale(group, self.step, self.config.scheduler.staleness):
+            self._end(group, skipped(GroupOutcome.DROPPED_STALE), GroupOutcome.DROPPED_STALE)
+        elif self.grading is None or group.task.kind is not TaskKind.CODE:
             self._ready(group, credit(trajectories, self.config.algorithm, grade=None, fallback_reason=None), None)
+        elif (reply := self._grades.pop(group.group_id, None)) is not None and covers(reply, trajectories):
+            self._on_grade(group, reply)
+        else:
+            await self.grading.put(group)
 
     def _on_grade(self, group: CompleteGroup, reply: GradeReply) -> None:
         """A grade, or why there is none (M1.10). For a group that has ended meanwhile it lands nowhere."""
         if not self.ledger.is_grading(group.group_id):
             return
+        self.ledger.graded(group.group_id, reply)
         self.moved_s = self.clock.now()
         given = credit(
             [m.trajectory for m in group.members],
@@ -281,14 +294,16 @@ class Scheduler:
         )
         if given.skip is not None:
             self._end(group, given, given.skip, reply)
+        elif is_stale(group, self.step, self.config.scheduler.staleness):
+            self._end(group, given, GroupOutcome.DROPPED_STALE, reply)
         else:
             self._ready(group, given, reply)
 
     def _ready(self, group: CompleteGroup, given: Credit, reply: GradeReply | None) -> None:
         now_s = self.clock.now()
         self.ledger.make_ready(ReadyGroup(group=group, credit=given, reply=reply, ready_s=now_s))
-        self.mixer.observe(group.task.source, accepted=True, time_s=group.completed_s - group.admitted_s)
-        self._changed.set()
+        self.mixer.observe(group.task.source, accepted=True, time_s=group.effective_s)
+        self._moved_on()
 
     def _end(
         self,
@@ -316,9 +331,21 @@ class Scheduler:
             self.archive.add(group)
         self._record.records.append(record)
         self.ledger.end(group, outcome)
-        if outcome not in (GroupOutcome.TRAINED, GroupOutcome.DROPPED_STALE):
-            self.mixer.observe(group.task.source, accepted=False, time_s=group.completed_s - group.admitted_s)
-        self._changed.set()
+        source = group.task.source
+        if outcome is GroupOutcome.TRAINED:
+            self.mixer.trained(source)
+        elif outcome is GroupOutcome.DROPPED_STALE:
+            self.mixer.stale(source, ready=ready_s is not None)
+        else:
+            self.mixer.observe(source, accepted=False, time_s=group.effective_s)
+        self._moved_on()
+
+    def _moved_on(self) -> None:
+        """A group became ready or ended."""
+        for alarm in self.supply.changes():
+            self._observer.on_alarm(alarm)
+        self._room.set()
+        self._supplied.set()
 
     # ---- ready -> trained -> published ------------------------------------------------------------------------------
 
@@ -330,34 +357,58 @@ class Scheduler:
             step = self.step + 1
             with self._doing("learning", LEARN, step):
                 stats = await self.parts.learner.train_step(_items(batch))
+            self.rollouts.paused.begin()
             with self._doing("publishing", PUBLISH, step):
                 await self.parts.learner.publish(self.parts.engines, step)
+            self.rollouts.paused.end()
             self.step = step
             for ready in batch:
                 self._end(
                     ready.group, ready.credit, GroupOutcome.TRAINED, ready.reply, ready_s=ready.ready_s, step=step
                 )
             del batch, ready  # else the next step's wait keeps their payloads in the object store
+            self._drop_stale()
             self.ledger.check()
             record, self._record = self._record, StepRecord(started_s=self.moved_s)
             self._observer.on_step(self, record, stats)
             if step % self.config.checkpoint.every_steps == 0 or step == self.config.steps:
-                with self._doing("checkpointing", CHECKPOINT, step):
-                    path = await self.checkpoints.save(step, self.parts.learner, self._state())
-                self._observer.on_checkpoint(path)
-            self._changed.set()
+                await self._checkpoint(step)
+
+    def _drop_stale(self) -> None:
+        """Ready groups that have become too old are dropped and counted (M6.4); all others are looked at as they become
+        ready."""
+        for stale in self.ledger.take_stale(self.step, self.config.scheduler.staleness):
+            self._end(stale.group, stale.credit, GroupOutcome.DROPPED_STALE, stale.reply, ready_s=stale.ready_s)
 
     async def _batch(self) -> list[ReadyGroup]:
-        """The step's groups; what has become too old is dropped first and counted (M6.4)."""
+        """The step's groups, those admitted first first.
+
+        Raises:
+            GagarError: one of them holds a token that is too old, which the bounds above make impossible.
+        """
+        limits = self.config.scheduler
+        wait_staleness = limits.staleness if limits.stale == "wait" else None
         while True:
-            self._changed.clear()
-            for stale in self.ledger.take_stale(self.step, self.config.scheduler.max_staleness):
-                self.mixer.lost(stale.group.task.source)
-                self._end(stale.group, stale.credit, GroupOutcome.DROPPED_STALE, stale.reply, ready_s=stale.ready_s)
-            batch = self.ledger.take_batch(self.mixer.quotas)
-            if batch is not None:
-                return batch
-            await self._changed.wait()
+            self._supplied.clear()
+            batch = self.ledger.take_batch(self.mixer.quotas, step=self.step, wait_staleness=wait_staleness)
+            if batch is None:
+                await self._supplied.wait()
+                continue
+            if any(is_stale(ready.group, self.step, limits.staleness) for ready in batch):
+                raise GagarError("a token older than scheduler.max_staleness was about to be trained on; report this")
+            return batch
+
+    async def _checkpoint(self, step: int) -> None:
+        """State, logs and the ledger's mark are of one moment; what the ledger holds of it is on the disk first."""
+        log = self.ledger.log
+        mark = log.mark() if log is not None else None
+        with self._doing("checkpointing", CHECKPOINT, step):
+            state = {"mixer": self.mixer.state(self.ledger.pending()), "ledger": mark}
+            before = log.flush if log is not None else None
+            path = await self.checkpoints.save(step, self.parts.learner, state, before=before)
+        if log is not None and mark is not None:
+            log.forget(mark)
+        self._observer.on_checkpoint(path)
 
     @contextmanager
     def _doing(self, activity: Activity, span: str, step: int) -> Iterator[None]:
@@ -366,16 +417,16 @@ class Scheduler:
             yield
         self.moved_s = self.clock.now()
         self.activity = ("waiting", self.moved_s)
-
-    def _state(self) -> dict[str, Any]:
-        return {"mixer": self.mixer.state(self.ledger.pending())}
+        self._room.set()
 
     # ---- watching ---------------------------------------------------------------------------------------------------
 
     async def _watch(self) -> None:
-        """Shows progress every second. Raises GagarError when nothing has moved for `abort_after_s`."""
+        """Every second: follows the sizes of the pools, shows progress. Raises GagarError when nothing has moved for
+        `abort_after_s`."""
         while True:
             await asyncio.sleep(1.0)
+            self._resize()
             still_s = self.clock.now() - self.moved_s
             self._observer.on_tick(self, still_s)
             if still_s > self.config.scheduler.abort_after_s:
@@ -383,6 +434,20 @@ class Scheduler:
                     f"nothing moved for {still_s:.0f} s (scheduler.abort_after_s); the last checkpoint is intact: "
                     "look at the stall messages above, then run the same command with --resume"
                 )
+
+    def _resize(self) -> None:
+        """Pools grow and shrink (`gagar scale`); what they can take now bounds what is started."""
+        self.rollouts.slots.resize(self.parts.rollout.occupancy()[1])
+        if self.grading is not None and self.parts.grader is not None:
+            self.grading.slots.resize(self.parts.grader.occupancy()[1])
+        self._room.set()
+
+
+def covers(reply: GradeReply, trajectories: Sequence[Trajectory]) -> bool:
+    """Whether a kept answer is about exactly these trajectories: one that was sampled again since voids it (M2.6)."""
+    return dict(reply.policy_versions) == {
+        t.trajectory_id: t.policy_versions for t in trajectories if not t.status.masked
+    }
 
 
 def _items(batch: list[ReadyGroup]) -> list[BatchItem]:

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from configs.schema import RolloutConfig
 from envs.sandbox import make_provider
-from envs.task import Task
+from envs.task import Split, Task
+from infra.errors import StorageError
 from rollout.agent import run_episode
 from rollout.chat import ChatFormat
 from rollout.engine import Engine, EngineClient
+from rollout.spool import read_rollout, write_rollout
 from rollout.trajectory import Payload, Status, Trajectory, Transcript
 
 
 class RolloutWorker:
     """Its methods are coroutines; how many trajectories run at once is bounded by the pool that calls it."""
 
-    def __init__(self, config: RolloutConfig, model_dir: str, engine: Engine) -> None:
-        """Raises ConfigError or SandboxError where the checkpoint's chat format or the sandbox cannot be had."""
+    def __init__(self, config: RolloutConfig, model_dir: str, engine: Engine, keep: Path | None = None) -> None:
+        """`keep`: folder that finished rollouts of training tasks are written to, beside the object store; None: none.
+
+        Raises ConfigError or SandboxError where the checkpoint's chat format or the sandbox cannot be had.
+        """
+        self._keep = keep
         self._config = config
         self._chat = ChatFormat.load(model_dir)
         self._chat.initial(config.system_prompt, "")
@@ -45,7 +53,7 @@ class RolloutWorker:
         """
         start_s = time.monotonic()
         try:
-            return await run_episode(
+            episode = await run_episode(
                 task=task,
                 trajectory_id=trajectory_id,
                 group_id=group_id,
@@ -54,11 +62,27 @@ class RolloutWorker:
                 provider=self._provider,
                 config=self._config,
             )
+            trajectory, payload, transcript = episode
+            wanted = task.split is Split.TRAIN and not trajectory.status.masked
+            if self._keep is not None and payload is not None and wanted:
+                await asyncio.to_thread(self._write, self._keep, trajectory, payload, transcript)
+            return episode
         except Exception as error:
             logging.getLogger(__name__).exception("trajectory %s failed", trajectory_id)
             detail = f"fault in the rollout worker: {type(error).__name__}: {error}"
             trajectory = lost_trajectory(task, trajectory_id, group_id, detail, time.monotonic() - start_s)
             return trajectory, None, Transcript(trajectory_id=trajectory_id, turns=(), patch="", test_log="")
+
+    async def restore(self, path: Path) -> tuple[Trajectory, Payload, Transcript]:
+        """A rollout that an earlier session of the run finished, as `rollout` returned it. Raises StorageError."""
+        return read_rollout(path)
+
+    def _write(self, folder: Path, trajectory: Trajectory, payload: Payload, transcript: Transcript) -> None:
+        """A disk that takes no more costs a resume this rollout, not the run."""
+        try:
+            write_rollout(folder, trajectory, payload, transcript)
+        except StorageError as error:
+            logging.getLogger(__name__).error("%s", error)
 
 
 def lost_trajectory(task: Task, trajectory_id: str, group_id: str, error: str, wall_s: float) -> Trajectory:

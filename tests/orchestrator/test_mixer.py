@@ -7,7 +7,10 @@ from collections import Counter
 import pytest
 
 from configs.schema import ArithSource, FilesSource, MinirepoSource
-from orchestrator.mixer import EWMA, Mixer
+from orchestrator.mixer import Mixer
+
+EWMA = 0.1
+"""Weight of the newest observation for a small quota: a window of ten."""
 
 
 def make(alpha: float = 0.5) -> Mixer:

@@ -1,0 +1,205 @@
+"""`ledger.sqlite`: what a resumed run must know of every group that no checkpoint covers yet.
+
+One row a group: what it was admitted as, the grader's answer, and how it ended. The rollouts themselves are files that
+the workers write (rollout/spool.py); whether a slot is finished is whether its file is there. Rows are written by one
+thread, in order, as many in a transaction as have come in meanwhile: the driver's loop never waits for the disk, and a
+killed process loses what came in the last milliseconds.
+
+Every end of a group has a number. A checkpoint keeps the last one, its *mark*: what ended later is lost with the
+weights, so a resume brings it back, and what ended before is forgotten once the checkpoint is complete.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import sqlite3
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from grader.exchange import GradeReply
+from infra.errors import StorageError
+from orchestrator.credit import GroupOutcome
+from orchestrator.ledger import RollingGroup
+from rollout.spool import group_folder, kept_slots
+
+_REPLY = TypeAdapter(GradeReply)
+_TABLE = """
+CREATE TABLE IF NOT EXISTS groups (
+    number INTEGER PRIMARY KEY AUTOINCREMENT,  -- order of admission over all sessions of the run
+    group_id TEXT NOT NULL UNIQUE,
+    source TEXT NOT NULL,
+    task_index INTEGER NOT NULL,
+    size INTEGER NOT NULL,
+    version INTEGER NOT NULL,                  -- policy version at admission
+    reply TEXT,                                -- the grader's answer, JSON
+    outcome TEXT,
+    ended INTEGER                              -- number of its end; NULL while it lives
+)"""
+_ADMIT = "INSERT OR REPLACE INTO groups (group_id, source, task_index, size, version) VALUES (?, ?, ?, ?, ?)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptGroup:
+    """A group that an earlier session of the run left behind."""
+
+    group_id: str
+    source: str
+    index: int
+    size: int
+    version: int
+    reply: GradeReply | None
+    """What the grader answered, if it was asked."""
+    rollouts: dict[int, Path]
+    """Slot -> file of the finished rollout."""
+
+
+def indices(groups: Sequence[KeptGroup]) -> dict[str, set[int]]:
+    """Source -> the tasks of these groups, in its stream."""
+    out: dict[str, set[int]] = {}
+    for group in groups:
+        out.setdefault(group.source, set()).add(group.index)
+    return out
+
+
+class LedgerStore:
+    """The log of one run's ledger. Called from one thread, the driver's."""
+
+    def __init__(self, path: Path, rollouts: Path) -> None:
+        """Open or make it; `rollouts` is the folder that workers keep finished rollouts in.
+
+        Raises:
+            StorageError: it cannot be opened.
+        """
+        self._path = path
+        self._rollouts = rollouts
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ledger")
+        self._todo: deque[tuple[str, tuple[Any, ...]]] = deque()
+        self._last: Future[None] | None = None
+        try:
+            # The first connection is the writer thread's own from now on.
+            self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+            self._db.execute("PRAGMA journal_mode=WAL")
+            self._db.execute("PRAGMA synchronous=NORMAL")
+            self._db.execute(_TABLE)
+            self._ends = int(self._db.execute("SELECT COALESCE(MAX(ended), 0) FROM groups").fetchone()[0])
+        except sqlite3.Error as e:
+            raise StorageError(f"{path}: cannot be opened ({e}); remove it to sample again what it held") from e
+
+    # ---- the log ----------------------------------------------------------------------------------------------------
+
+    def admitted(self, group: RollingGroup) -> None:
+        """A new group is about to be sampled."""
+        self._write(_ADMIT, group.group_id, group.task.source, group.index, group.size, group.version)
+
+    def graded(self, group_id: str, reply: GradeReply) -> None:
+        """A grader has answered."""
+        self._write("UPDATE groups SET reply = ? WHERE group_id = ?", _REPLY.dump_json(reply).decode(), group_id)
+
+    def ended(self, group_id: str, outcome: GroupOutcome) -> None:
+        """A group has left."""
+        self._ends += 1
+        self._write("UPDATE groups SET outcome = ?, ended = ? WHERE group_id = ?", outcome.value, self._ends, group_id)
+
+    def mark(self) -> int:
+        """Number of the last end, for a checkpoint of this moment."""
+        return self._ends
+
+    async def flush(self) -> None:
+        """Everything so far is on the disk.
+
+        Raises:
+            StorageError: it could not be written.
+        """
+        await asyncio.wrap_future(self._writer.submit(self._sync))
+
+    def forget(self, mark: int) -> None:
+        """A checkpoint with this mark is complete: what ended before it needs no row and no files any more."""
+        self._submit(self._drop, mark)
+
+    def close(self) -> None:
+        """Write what is left. Raises StorageError."""
+        self._writer.submit(self._sync).result()
+        self._writer.shutdown(wait=True)
+        self._db.close()
+
+    def _write(self, statement: str, *values: Any) -> None:
+        self._todo.append((statement, values))
+        if len(self._todo) == 1:  # else a drain is on its way that takes this one too
+            self._submit(self._drain)
+
+    def _submit(self, work: Any, *args: Any) -> None:
+        if self._last is not None and self._last.done():
+            self._last.result()  # raises what an earlier one met
+        self._last = self._writer.submit(work, *args)
+
+    # ---- in the writer's thread -------------------------------------------------------------------------------------
+
+    def _drain(self) -> None:
+        if not self._todo:
+            return
+        try:
+            self._db.execute("BEGIN")
+            while self._todo:
+                self._db.execute(*self._todo.popleft())
+            self._db.execute("COMMIT")
+        except sqlite3.Error as e:
+            raise StorageError(f"{self._path}: cannot be written ({e}); free space and resume the run") from e
+
+    def _sync(self) -> None:
+        self._drain()
+        try:
+            self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        except sqlite3.Error as e:
+            raise StorageError(f"{self._path}: cannot be written ({e}); free space and resume the run") from e
+
+    def _drop(self, mark: int) -> None:
+        self._drain()
+        try:
+            gone = self._db.execute("SELECT group_id FROM groups WHERE ended <= ?", (mark,)).fetchall()
+            for (group_id,) in gone:
+                shutil.rmtree(group_folder(self._rollouts, group_id), ignore_errors=True)
+            self._db.execute("DELETE FROM groups WHERE ended <= ?", (mark,))
+        except sqlite3.Error as e:
+            raise StorageError(f"{self._path}: cannot be written ({e}); free space and resume the run") from e
+
+    # ---- a resume ---------------------------------------------------------------------------------------------------
+
+    def load(self, mark: int) -> Sequence[KeptGroup]:
+        """The groups that live after a resume from the checkpoint with this mark, in order of admission: those that
+        had not ended, and those whose end is lost with the weights. All others are forgotten.
+
+        Raises:
+            StorageError: the file is damaged.
+        """
+        try:
+            self._db.execute("DELETE FROM groups WHERE ended <= ?", (mark,))
+            self._db.execute("UPDATE groups SET ended = NULL, outcome = NULL")
+            query = "SELECT group_id, source, task_index, size, version, reply FROM groups ORDER BY number"
+            rows = self._db.execute(query).fetchall()
+            groups = [
+                KeptGroup(
+                    group_id=group_id,
+                    source=source,
+                    index=index,
+                    size=size,
+                    version=version,
+                    reply=_REPLY.validate_json(reply) if reply is not None else None,
+                    rollouts=kept_slots(self._rollouts, group_id),
+                )
+                for group_id, source, index, size, version, reply in rows
+            ]
+        except (sqlite3.Error, ValidationError) as e:
+            raise StorageError(f"{self._path}: damaged ({e}); remove it to sample again what it held") from e
+        self._ends = mark
+        living = {group_folder(self._rollouts, g.group_id).name for g in groups}
+        for folder in self._rollouts.glob("*"):
+            if folder.name not in living:
+                shutil.rmtree(folder, ignore_errors=True)
+        return groups

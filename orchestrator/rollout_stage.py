@@ -1,0 +1,123 @@
+"""The rollouts' side of the scheduler: admitted groups in, ended trajectories out.
+
+group -> [queue, earliest admitted first] -> free slot -> [rollout pool] -> trajectory -> on_end
+             |  lost to infrastructure: only this one is sampled again, its siblings stay
+group of an earlier session -> finished slots come back from their files, the others are queued before new groups
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any
+
+from configs.schema import RolloutConfig
+from infra.errors import GagarError
+from infra.pool import ActorLost, ActorPool, ActorTimeout
+from infra.spans import ROLLOUT
+from infra.telemetry import Telemetry
+from orchestrator.clock import Clock, Paused
+from orchestrator.ledger import Member, RollingGroup
+from orchestrator.slots import Slots
+from rollout.trajectory import Trajectory
+from rollout.worker import lost_trajectory
+
+OnEnd = Callable[[RollingGroup, int, Member], Awaitable[None]]
+
+
+class RolloutStage:
+    """Keeps every slot of the rollout pool busy. Its queue is bounded by what is admitted."""
+
+    def __init__(
+        self,
+        *,
+        config: RolloutConfig,
+        pool: ActorPool,
+        telemetry: Telemetry,
+        clock: Clock,
+        spawn: Callable[[Coroutine[Any, Any, None]], None],
+        on_end: OnEnd,
+        on_retry: Callable[[Trajectory], None],
+    ) -> None:
+        """`spawn` runs a coroutine beside the others of the run; `on_end` is awaited for every trajectory that counts,
+        `on_retry` told of every one that is sampled again."""
+        self._config = config
+        self._pool = pool
+        self._telemetry = telemetry
+        self._clock = clock
+        self._spawn = spawn
+        self._on_end = on_end
+        self._on_retry = on_retry
+        self.paused = Paused(clock)
+        self.slots = Slots(max(pool.occupancy()[1], 1))
+        self._queue: asyncio.PriorityQueue[tuple[int, int, int, RollingGroup]] = asyncio.PriorityQueue()
+
+    def put(self, rolling: RollingGroup, slots: Sequence[int], attempt: int = 0) -> None:
+        """Sample these slots of a group. Groups admitted earlier come first, so that what is lost or was interrupted
+        does not wait behind what is new."""
+        for slot in slots:
+            self._queue.put_nowait((rolling.number, slot, attempt, rolling))
+
+    async def run(self) -> None:
+        """Consumes the queue; starts one trajectory a free slot. Unblocked by a freed slot."""
+        while True:
+            await self.slots.acquire()
+            _, slot, attempt, rolling = await self._queue.get()
+            self._spawn(self._one(rolling, slot, attempt))
+            del rolling
+
+    async def _one(self, rolling: RollingGroup, slot: int, attempt: int) -> None:
+        """One trajectory, in a slot that was acquired for it."""
+        trajectory_id = f"{rolling.group_id}/{slot}.{attempt}"
+        start_s, paused_s = self._clock.now(), self.paused.total_s()
+        payload = transcript = None
+        with self._telemetry.span(
+            ROLLOUT, group_id=rolling.group_id, source=rolling.task.source, trajectory_id=trajectory_id
+        ):
+            try:
+                trajectory, (payload, transcript) = await self._pool.call(
+                    "rollout",
+                    rolling.task,
+                    trajectory_id,
+                    rolling.group_id,
+                    num_returns=3,
+                    timeout_s=2 * self._config.limits.wall_s,
+                )
+            except (ActorLost, ActorTimeout) as e:
+                if self._pool.occupancy()[1] == 0:
+                    # Every call would fail at once, for ever: groups would be skipped as fast as the disk takes them.
+                    raise GagarError(
+                        f"no rollout worker is left ({e}); mend what ends them, then run the same command with --resume"
+                    ) from e
+                wall_s = self._clock.now() - start_s
+                trajectory = lost_trajectory(rolling.task, trajectory_id, rolling.group_id, str(e), wall_s)
+            finally:
+                self.slots.release()
+        if trajectory.status.masked and attempt < self._config.infra_retries:
+            self._on_retry(trajectory)
+            self.put(rolling, [slot], attempt + 1)
+            return
+        effective_s = self._clock.now() - start_s - (self.paused.total_s() - paused_s)
+        member = Member(trajectory=trajectory, payload=payload, transcript=transcript, effective_s=effective_s)
+        await self._on_end(rolling, slot, member)
+
+    async def bring_back(self, rolling: RollingGroup, files: dict[int, Path]) -> None:
+        """A group of an earlier session: what it had finished goes back into the object store, the rest is queued."""
+        self.put(rolling, [slot for slot in range(rolling.size) if slot not in files])
+        await asyncio.gather(*(self._restore(rolling, slot, path) for slot, path in files.items()))
+
+    async def _restore(self, rolling: RollingGroup, slot: int, path: Path) -> None:
+        from ray.exceptions import RayError
+
+        try:
+            trajectory, (payload, transcript) = await self._pool.call("restore", path, num_returns=3)
+        except (GagarError, RayError):  # the file is damaged, or whoever read it was lost
+            self.put(rolling, [slot], attempt=_attempt(path) + 1)
+            return
+        await self._on_end(rolling, slot, Member(trajectory=trajectory, payload=payload, transcript=transcript))
+
+
+def _attempt(path: Path) -> int:
+    """rollouts/<group_id>/<slot>.<attempt>.npz"""
+    return int(path.stem.partition(".")[2] or 0)
