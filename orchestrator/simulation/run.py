@@ -82,7 +82,7 @@ async def _simulate(
             learner=cast(Any, learner),
         ),
         ledger=ledger,
-        mixer=Mixer(config.sources, alpha=config.scheduler.alpha),
+        mixer=Mixer.of(config.sources, config.scheduler, group_size=config.algorithm.group_size),
         audit=JsonlFile(Path("/dev/null"), sync=False),  # lines are made as in a run, and then there would be gigabytes
         checkpoints=Checkpoints(folder, keep=1),
         telemetry=cast(Any, _Silent()),
@@ -111,6 +111,9 @@ async def _simulate(
 class AfterCollection:
     """The graders' stage with a gate before it: see `simulate`, sequential."""
 
+    full = False
+    """The gate takes any number."""
+
     def __init__(self, stage: GradingStage, ledger: Ledger, quotas: dict[str, int], clock: WorkClock) -> None:
         self._stage = stage
         self._ledger = ledger
@@ -122,7 +125,7 @@ class AfterCollection:
         return getattr(self._stage, name)
 
     async def put(self, group: CompleteGroup) -> None:
-        """The gate takes any number."""
+        """Held until its step is collected."""
         self._held.append(group)
 
     async def run(self) -> None:
