@@ -29,6 +29,8 @@ class PatchLine:
     """One line of a diff."""
 
     path: str
+    name: str
+    """How the file is called in citations: its path, or `odd-name-N` where that could read as something else."""
     line: int
     """Number in the new file; for removed lines in the base file."""
     base_line: int
@@ -39,7 +41,7 @@ class PatchLine:
     @property
     def reference(self) -> str:
         """The citation that names it."""
-        return f"{self.path}:{self.line}"
+        return f"{self.name}:{self.line}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +50,7 @@ class PatchIndex:
 
     lines: tuple[PatchLine, ...]
     references: frozenset[str]
-    """Every "path:line" that resolves."""
+    """Every "path:line" that resolves; an odd path goes by its `odd-name-N`."""
 
     @property
     def changed(self) -> tuple[PatchLine, ...]:
@@ -109,18 +111,25 @@ class Citable(Protocol):
 
 _EVENT = re.compile(r"(turn|log|run):([1-9][0-9]{0,5})")
 _PLACE = re.compile(r"(?:\./)?([^\s:][^:\n]{0,399}):([1-9][0-9]{0,6})")
+_PLAIN_PATH = re.compile(r"[A-Za-z0-9_.@+,~/-]{1,100}")
 _FILE_START = re.compile(r"^(?=diff --git )", re.MULTILINE)
+
+
+def is_plain(path: str) -> bool:
+    """Whether a file may be called by its path. A policy chooses names: they must not read as words to the grader."""
+    return _PLAIN_PATH.fullmatch(path) is not None
 
 
 def index_patch(patch: str) -> PatchIndex:
     """Parse a unified diff written by the policy's side. Never raises: files that do not parse are left out."""
     lines: list[PatchLine] = []
+    odd: dict[str, str] = {}
     for part in _FILE_START.split(patch):
-        lines.extend(_lines_of(part))
+        lines.extend(_lines_of(part, odd))
     return PatchIndex(lines=tuple(lines), references=frozenset(line.reference for line in lines))
 
 
-def _lines_of(part: str) -> list[PatchLine]:
+def _lines_of(part: str, odd: dict[str, str]) -> list[PatchLine]:
     from unidiff.errors import UnidiffParseError
     from unidiff.patch import PatchSet
 
@@ -132,6 +141,7 @@ def _lines_of(part: str) -> list[PatchLine]:
         return []
     lines: list[PatchLine] = []
     for file in files:
+        name = file.path if is_plain(file.path) else odd.setdefault(file.path, f"odd-name-{len(odd) + 1}")
         for hunk in file:
             above = max(hunk.source_start - 1, 0)
             for line in hunk:
@@ -141,7 +151,7 @@ def _lines_of(part: str) -> list[PatchLine]:
                     continue
                 text = line.value.rstrip("\n")
                 sign = _sign(line.is_added, line.is_removed)
-                lines.append(PatchLine(path=file.path, line=number, base_line=above, sign=sign, text=text))
+                lines.append(PatchLine(path=file.path, name=name, line=number, base_line=above, sign=sign, text=text))
     return lines
 
 

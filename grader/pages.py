@@ -5,14 +5,13 @@ Rows are raw; their marks are ours, so that no line that is shown starts with wh
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from grader.budget import clip_lines
 from grader.candidates import Candidate
-from grader.evidence import ChangeSign, PatchIndex, PatchLine
+from grader.evidence import ChangeSign, PatchIndex, PatchLine, is_plain
 from grader.patched import sections
 from grader.quoting import LINE_CHARS, one_line, word
 from rollout.trajectory import Turn
@@ -21,7 +20,6 @@ MAX_ENUM = 64
 """References of one candidate that a compact schema lists."""
 _UNREAD_LINES = 6
 """Lines shown of a part of a patch that is not indexed (binary files, modes, what does not parse)."""
-_PLAIN_PATH = re.compile(r"[\w.@+,~/-]{1,200}")
 _COMMAND_CHARS = 160
 _RESULT_CHARS = 80
 _PATH_CHARS = 60
@@ -102,7 +100,7 @@ def patch_rows(patch: str, index: PatchIndex, *, brief: bool) -> tuple[Row, ...]
 
 
 def touched_files(candidate: Candidate, limit: int) -> str:
-    """The changed files in the patch's order, harmless: "a/b.py +1 -2, x.bin ?, 3 more"; "?" says not indexed."""
+    """The changed files in the patch's order: "a/b.py +1 -2, x.bin ?, 3 more"; "?" says not indexed."""
     entries: list[str] = []
     more = 0
     for path, _, lines in _files(candidate.transcript.patch, candidate.patch):
@@ -111,7 +109,8 @@ def touched_files(candidate: Candidate, limit: int) -> str:
             continue
         count = Counter(line.sign for line in lines)
         counts = f"+{count[ChangeSign.ADDED]} -{count[ChangeSign.REMOVED]}" if lines else "?"
-        entries.append(f"{word(path, _PATH_CHARS)} {counts}")
+        name = lines[0].name if lines else path if is_plain(path) else "odd-name"
+        entries.append(f"{word(name, _PATH_CHARS)} {counts}")
     return ", ".join([*entries, *([f"{more} more"] if more else [])]) or "no change"
 
 
@@ -145,16 +144,17 @@ def _brief_rows(lines: Iterable[PatchLine]) -> Iterator[Row]:
     for line in lines:
         if line.sign is ChangeSign.CONTEXT:
             continue
-        plain = _PLAIN_PATH.fullmatch(line.path) is not None  # any other name could pose as a line of ours
-        where = "" if line.reference == previous else f"{line.reference} " if plain else f"? {line.reference} "
-        yield Row(mark=f"{where}{line.sign.value} ", text=line.text, reference=line.reference if plain else "")
+        where = "" if line.reference == previous else f"{line.reference} "
+        yield Row(mark=f"{where}{line.sign.value} ", text=line.text, reference=line.reference)
         previous = line.reference
 
 
 def _numbered_rows(path: str, lines: Iterable[PatchLine]) -> Iterator[Row]:
-    yield Row(mark="file ", text=path)
+    known = [*lines]
+    odd = known[0].name if known and known[0].name != path else ""
+    yield Row(mark=f"file {odd}, named " if odd else "file ", text=path)
     previous = 0
-    for line in lines:
+    for line in known:
         if previous and abs(line.line - previous) > 1 and line.sign is ChangeSign.CONTEXT:
             yield Row(mark="", text="...")
         previous = line.line
