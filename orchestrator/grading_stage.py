@@ -17,7 +17,7 @@ from typing import Any
 
 from configs.schema import GraderConfig
 from grader.exchange import GradeReply, GradeRequest, accept, base_state_of, lost_reply
-from infra.pool import ActorLost, ActorPool, ActorTimeout
+from infra.pool import ActorDrained, ActorLost, ActorPool, ActorTimeout
 from infra.spans import CANARY, GRADE, QUEUE
 from infra.telemetry import Telemetry
 from orchestrator.alarms import Alarm, GraderWatch
@@ -134,13 +134,15 @@ class GradingStage:
         from ray.exceptions import RayError
 
         start_s = self._clock.now()
+        losses = 0
         try:
             while True:
                 try:
                     reply = await self._pool.call("grade", request, *transcripts, timeout_s=self._deadline_s)
                     return self._check(request, reply)
                 except (ActorLost, ActorTimeout) as e:
-                    if request.attempt + 1 == ATTEMPTS:
+                    losses += not isinstance(e, ActorDrained)  # handed back: nobody is at fault
+                    if losses == ATTEMPTS:
                         return lost_reply(request, str(e), run_s=self._clock.now() - start_s)
                     request = replace(request, attempt=request.attempt + 1, submitted_unix_s=self._clock.unix())
                 except RayError as e:  # Ray's own: a transcript was lost with its node, so nobody can read the group

@@ -435,6 +435,11 @@ class Scheduler:
                     "look at the stall messages above, then run the same command with --resume"
                 )
 
+    def supply_figures(self) -> dict[str, float]:
+        """Metrics of the mixer and of the admission, now."""
+        rolling = self.ledger.rolling()
+        return {**self.mixer.scalars(rolling), **self.admission.scalars(rolling)}
+
     def _resize(self) -> None:
         """Pools grow and shrink (`gagar scale`); what they can take now bounds what is started."""
         self.rollouts.slots.resize(self.parts.rollout.occupancy()[1])

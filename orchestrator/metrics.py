@@ -55,8 +55,8 @@ class StepFacts:
     """Spans that touch the window."""
     quotas: Mapping[str, int]
     """B_i by source."""
-    acceptance: Mapping[str, float]
-    """The mixer's estimate of r_i by source."""
+    supply: Mapping[str, float]
+    """The mixer's and the admission's figures by metric name."""
     grader: Mapping[str, float]
     """Rolling figures of the graders by metric name (orchestrator/alarms.py); empty where nothing is graded."""
     pool_units: Mapping[str, float]
@@ -220,14 +220,26 @@ def _trajectories(out: Metrics, facts: StepFacts) -> None:
 def _sources(out: Metrics, facts: StepFacts) -> None:
     for source, quota in facts.quotas.items():
         out.scalars[f"mixer/quota/{source}"] = float(quota)
-    for source, estimate in facts.acceptance.items():
-        out.scalars[f"mixer/acceptance/{source}"] = estimate
+    out.scalars.update(facts.supply)
+    ended = [r for r in facts.records if r["outcome"] in ("trained", "dropped_stale")]
+    for source in {r["source"] for r in ended}:
+        mine = [r for r in ended if r["source"] == source]
+        out.share(f"mixer/{source}/stale_share", sum(r["outcome"] == "dropped_stale" for r in mine), len(mine))
+        used, all_of = _mean_tokens(_trained(mine)), _mean_tokens(mine)
+        if used is not None and all_of:
+            out.scalars[f"mixer/{source}/length_bias"] = used / all_of - 1.0
     for source in sorted({r["source"] for r in facts.records}):
         mine = [r for r in facts.records if r["source"] == source]
         out.scalars[f"mixer/trained/{source}"] = float(len(_trained(mine)))
         valid = [t for r in mine for t in _valid(r)]
         out.mean(f"reward/{source}", [float(t["reward"]) for t in valid if t["reward"] is not None])
         out.share(f"pass_rate/{source}", sum(bool(t["passed"]) for t in valid), len(valid))
+
+
+def _mean_tokens(records: Sequence[Record]) -> float | None:
+    """Mean generated tokens of the valid trajectories."""
+    tokens = [float(t["response_tokens"]) for r in records for t in _valid(r)]
+    return fmean(tokens) if tokens else None
 
 
 def _staleness(out: Metrics, records: Sequence[Record]) -> None:

@@ -74,7 +74,7 @@ class RunObserver:
                 window=window,
                 spans=[*self._telemetry.take(window), *_queued(scheduler, now_s)],
                 quotas=scheduler.mixer.quotas,
-                acceptance={name: s.acceptance for name, s in scheduler.mixer.sources.items()},
+                supply=scheduler.supply_figures(),
                 grader=self._grader(scheduler),
                 pool_units=pool_units(self._config),
                 slots=self._fewest_slots(scheduler),
@@ -162,7 +162,7 @@ class RunObserver:
             oldest_rollout_s=oldest[Stage.ROLLING],
             oldest_grading_s=oldest[Stage.GRADING],
             cap_rate=self._cap_rate,
-            alarms=scheduler.grading.watch.alarms if scheduler.grading else (),
+            alarms=(*scheduler.supply.alarms, *(scheduler.grading.watch.alarms if scheduler.grading else ())),
         )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from configs.schema import RolloutConfig
 from infra.errors import GagarError
-from infra.pool import ActorLost, ActorPool, ActorTimeout
+from infra.pool import ActorDrained, ActorLost, ActorPool, ActorTimeout
 from infra.spans import ROLLOUT
 from infra.telemetry import Telemetry
 from orchestrator.clock import Clock, Paused
@@ -51,23 +51,23 @@ class RolloutStage:
         self._on_retry = on_retry
         self.paused = Paused(clock)
         self.slots = Slots(max(pool.occupancy()[1], 1))
-        self._queue: asyncio.PriorityQueue[tuple[int, int, int, RollingGroup]] = asyncio.PriorityQueue()
+        self._queue: asyncio.PriorityQueue[tuple[int, int, int, int, RollingGroup]] = asyncio.PriorityQueue()
 
-    def put(self, rolling: RollingGroup, slots: Sequence[int], attempt: int = 0) -> None:
-        """Sample these slots of a group. Groups admitted earlier come first, so that what is lost or was interrupted
-        does not wait behind what is new."""
+    def put(self, rolling: RollingGroup, slots: Sequence[int], *, attempt: int = 0, losses: int = 0) -> None:
+        """Sample these slots of a group; `attempt` names the trajectories, `losses` counts towards `infra_retries`.
+        Groups admitted earlier come first, so that what is lost or was interrupted does not wait behind what is new."""
         for slot in slots:
-            self._queue.put_nowait((rolling.number, slot, attempt, rolling))
+            self._queue.put_nowait((rolling.number, slot, attempt, losses, rolling))
 
     async def run(self) -> None:
         """Consumes the queue; starts one trajectory a free slot. Unblocked by a freed slot."""
         while True:
             await self.slots.acquire()
-            _, slot, attempt, rolling = await self._queue.get()
-            self._spawn(self._one(rolling, slot, attempt))
+            _, slot, attempt, losses, rolling = await self._queue.get()
+            self._spawn(self._one(rolling, slot, attempt, losses))
             del rolling
 
-    async def _one(self, rolling: RollingGroup, slot: int, attempt: int) -> None:
+    async def _one(self, rolling: RollingGroup, slot: int, attempt: int, losses: int) -> None:
         """One trajectory, in a slot that was acquired for it."""
         trajectory_id = f"{rolling.group_id}/{slot}.{attempt}"
         start_s, paused_s = self._clock.now(), self.paused.total_s()
@@ -84,6 +84,9 @@ class RolloutStage:
                     num_returns=3,
                     timeout_s=2 * self._config.limits.wall_s,
                 )
+            except ActorDrained:  # its worker was taken out of the pool: nothing was lost but time
+                self.put(rolling, [slot], attempt=attempt + 1, losses=losses)
+                return
             except (ActorLost, ActorTimeout) as e:
                 if self._pool.occupancy()[1] == 0:
                     # Every call would fail at once, for ever: groups would be skipped as fast as the disk takes them.
@@ -94,9 +97,9 @@ class RolloutStage:
                 trajectory = lost_trajectory(rolling.task, trajectory_id, rolling.group_id, str(e), wall_s)
             finally:
                 self.slots.release()
-        if trajectory.status.masked and attempt < self._config.infra_retries:
+        if trajectory.status.masked and losses < self._config.infra_retries:
             self._on_retry(trajectory)
-            self.put(rolling, [slot], attempt + 1)
+            self.put(rolling, [slot], attempt=attempt + 1, losses=losses + 1)
             return
         effective_s = self._clock.now() - start_s - (self.paused.total_s() - paused_s)
         member = Member(trajectory=trajectory, payload=payload, transcript=transcript, effective_s=effective_s)

@@ -8,13 +8,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from configs.schema import GraderConfig, WandbConfig
+from configs.schema import ArithSource, GraderConfig, MinirepoSource, OversamplingConfig, WandbConfig
 from grader.verdict import FallbackReason
 from infra.spans import Span
 from infra.telemetry import Telemetry
 from learner.group import StepStats
+from orchestrator.admission import Admission
 from orchestrator.alarms import GraderWatch
 from orchestrator.metrics import Metrics, StepFacts, step_metrics
+from orchestrator.mixer import Mixer
 
 SCORES = {"approach": 5, "precision": 5, "minimality": 4, "side_effects": 5, "consistency": 4}
 
@@ -215,6 +217,20 @@ def watched() -> dict[str, float]:
     return {**watch.scalars(), "canary/graded": 3.0}
 
 
+def supply() -> dict[str, float]:
+    """The mixer's and the admission's figures after one group of minirepo was accepted and trained on."""
+    sources = {
+        "minirepo": MinirepoSource(type="minirepo", groups_per_step=3, prior_acceptance=0.5),
+        "arith": ArithSource(type="arith", groups_per_step=1, prior_acceptance=0.9),
+    }
+    mixer = Mixer(sources, alpha=0.5, oversampling=OversamplingConfig())
+    mixer.take_index("minirepo")
+    mixer.sources["minirepo"].accepted_total = mixer.sources["minirepo"].trained_total = 1
+    admission = Admission(sources, group_size=4, longest_tokens=1000, kv_tokens=100_000)
+    rolling = {"minirepo": 4, "arith": 0}
+    return {**mixer.scalars(rolling), **admission.scalars(rolling)}
+
+
 def facts(**changes: Any) -> StepFacts:
     """Everything known of step 3; the window is 100 s to 110 s."""
     given: dict[str, Any] = {
@@ -224,7 +240,7 @@ def facts(**changes: Any) -> StepFacts:
         "window": (100.0, 110.0),
         "spans": spans(100.0),
         "quotas": {"minirepo": 3, "arith": 1},
-        "acceptance": {"minirepo": 0.5, "arith": 0.9},
+        "supply": supply(),
         "grader": watched(),
         "pool_units": {"rollout": 1.0, "grader": 1.0, "learner": 2.0},
         "slots": {"rollout": 2, "grader": 1},

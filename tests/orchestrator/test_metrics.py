@@ -25,7 +25,7 @@ def documented() -> set[str]:
 def test_each_emitted_name_is_documented_and_each_documented_name_is_emitted() -> None:
     metrics = step_metrics(facts())
     names = {*metrics.scalars, *metrics.histograms}
-    general = {re.sub(r"/(minirepo|arith)$", "/{source}", n) for n in names}
+    general = {re.sub(r"/(minirepo|arith)(?=/|$)", "/{source}", n) for n in names}
     general = {re.sub(r"^(grading/fallback_rate)/timeout$", r"\1/{reason}", n) for n in general}
     assert general == documented()
 
@@ -114,7 +114,7 @@ def test_groups_and_masks_are_counted_over_all_that_ended() -> None:
     assert scalars["pass_rate/minirepo"] == pytest.approx(8 / 15)
     assert scalars["mixer/trained/minirepo"] == 3.0
     assert scalars["mixer/quota/minirepo"] == 3.0
-    assert scalars["mixer/acceptance/arith"] == 0.9
+    assert scalars["mixer/arith/acceptance"] == 0.9
 
 
 def test_staleness_is_counted_from_the_oldest_token() -> None:
@@ -150,7 +150,7 @@ def test_a_learner_step_beside_rollouts_is_learning_time() -> None:
 
 
 def test_what_has_no_data_has_no_key() -> None:
-    empty = step_metrics(facts(records=[], spans=[], stats={}, quotas={}, acceptance={}, grader={}, window=(5.0, 5.0)))
+    empty = step_metrics(facts(records=[], spans=[], stats={}, quotas={}, supply={}, grader={}, window=(5.0, 5.0)))
     assert empty.scalars == {}
     assert empty.histograms == {}
 
