@@ -15,7 +15,7 @@ from statistics import fmean
 from typing import Protocol
 
 from configs.schema import AutoscaleConfig, ScalingConfig
-from infra.errors import ConfigError, StorageError
+from infra.errors import ConfigError
 from infra.members import PoolState
 from orchestrator.autoscale import PoolView, Trend, policy
 from orchestrator.control import ANSWER, REQUEST, AnswerState, PoolAnswer, ScaleAnswer, ScaleRequest, read, write
