@@ -8,7 +8,7 @@ A citation is resolved against its own candidate only.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -196,29 +196,3 @@ def resolve_all(
         else:
             found[citation] = None
     return tuple(found), tuple(dropped)
-
-
-def nearest_changed(reference: str, patch: PatchIndex) -> str | None:
-    """The changed line closest to a "path:line": in the same file if it has one, else the patch's first changed line.
-
-    None for a patch that changes no line.
-    """
-    changed = patch.changed
-    if not changed:
-        return None
-    if any(line.reference == reference for line in changed):
-        return reference
-    path, _, number = reference.rpartition(":")
-    same = [line for line in changed if line.path == path]
-    if not same or not number.isdigit():
-        return changed[0].reference
-    return min(same, key=lambda line: (abs(line.line - int(number)), line.line)).reference
-
-
-def touched_lines(patches: Iterable[PatchIndex]) -> Mapping[str, set[int]]:
-    """Numbers of the base-file lines at which any of the patches changes something, by path."""
-    touched: dict[str, set[int]] = {}
-    for patch in patches:
-        for line in patch.changed:
-            touched.setdefault(line.path, set()).add(line.base_line)
-    return touched

@@ -16,7 +16,6 @@ from configs.load import load
 from configs.sft_schema import SftModel, SftRecipe, SftTraining
 from infra.errors import ConfigError, StorageError
 from learner.sft import make_examples, run_sft
-from learner.sft_sampling import sample
 from learner.sft_train import Example, batches, collate, learning_rate, mean_nll, new_model, token_losses
 from rollout.chat import ChatFormat
 
@@ -178,23 +177,3 @@ def test_the_copying_start_copies_before_any_training() -> None:
     chance = float(np.log(300))
     assert losses[0] > chance - 0.3
     assert losses[3] < chance - 1.0
-
-
-def test_sampling_in_a_batch_is_greedy_decoding_of_each_prompt() -> None:
-    model = _small_model(seed=2)
-    prompts = [[7, 8, 9, 10, 11, 12], [20, 21, 22], [33]]
-    answers = sample(model, prompts, max_new_tokens=8, temperature=0.0, stop_id=4, pad_id=0, seed=0)
-    for prompt, answer in zip(prompts, answers, strict=True):
-        with torch.inference_mode():
-            chosen = model(input_ids=torch.tensor([prompt + answer])).logits[0].argmax(-1).tolist()
-        assert chosen[len(prompt) - 1 : -1] == answer
-
-
-def test_sampling_ends_at_the_stop_token_and_follows_its_seed() -> None:
-    model = _small_model(seed=2)
-    first = sample(model, [[7, 8]] * 40, max_new_tokens=30, temperature=8.0, stop_id=4, pad_id=0, seed=1)
-    again = sample(model, [[7, 8]] * 40, max_new_tokens=30, temperature=8.0, stop_id=4, pad_id=0, seed=1)
-    other = sample(model, [[7, 8]] * 40, max_new_tokens=30, temperature=8.0, stop_id=4, pad_id=0, seed=2)
-    assert first == again != other
-    assert all(4 not in answer[:-1] for answer in first)
-    assert any(answer[-1] == 4 for answer in first)
