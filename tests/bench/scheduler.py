@@ -4,7 +4,7 @@
 
     cost      CPU time a trajectory and memory at the trace's own size
     overlap   step time over the ideal bound, and against grading after collection on the same pools
-    alpha     M6.2's alpha 0, .5 and 1 at a fifth of the size: step time, how unevenly sources are collected, how the slots swing
+    alpha     M6.2's alpha 0, .5 and 1 at a fifth of the size: step time, uneven collection, swings of the slots
     shares    20 steps at a tenth of the size: each source's trained share, and the bias towards short rollouts
     growth    50 steps at a tenth of the size: memory late against early
     linear    CPU time a trajectory at a tenth, at the trace's size, and with --large at ten times of it
