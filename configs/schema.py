@@ -730,7 +730,7 @@ class CheckpointConfig(Section):
 class EvalConfig(Section):
     """Held-out evaluation: avg@samples over tasks (mean over samples, not pass@k)."""
 
-    source: str = "minirepo"
+    source: NonEmpty = "minirepo"
     """Source whose held-out split is used."""
     tasks: PositiveInt = 24
     """Held-out tasks."""
