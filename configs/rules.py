@@ -518,7 +518,17 @@ def sandboxes(config: RunConfig) -> Iterator[Problem]:
 
 
 def mixing(config: RunConfig) -> Iterator[Problem]:
-    """M6.2: with one source there is nothing to weigh."""
+    """M6.2: with one source there is nothing to weigh; M6.4: what is strictly on-policy is never stale."""
+    if not config.scheduler.asynchronous:
+        why = "scheduler.asynchronous = false trains on tokens of the current weights only"
+        yield from _idle(config, "scheduler.max_staleness", why)
+    for name, source in config.sources.items():
+        if source.max_concurrency is not None and source.min_concurrency > source.max_concurrency:
+            yield _problem(
+                config,
+                f"sources.{name}.min_concurrency",
+                f"is above max_concurrency = {source.max_concurrency}; lower it, or raise max_concurrency",
+            )
     if len(config.sources) == 1:
         yield from _idle(config, "scheduler.alpha", "there is only one source")
     elif sum(source.groups_per_step > 0 for source in config.sources.values()) == 1:

@@ -351,6 +351,14 @@ ONE_PROBLEM: list[tuple[tuple[str, ...], str]] = [
         "algorithm.rubric: has no effect, because no code source has a quota",
     ),
     (
+        ("scheduler.asynchronous=false", "scheduler.max_staleness=1"),
+        "scheduler.max_staleness = 1: has no effect, because scheduler.asynchronous = false trains on tokens of the",
+    ),
+    (
+        ("sources.chat.min_concurrency=4", "sources.chat.max_concurrency=3"),
+        "sources.chat.min_concurrency = 4: is above max_concurrency = 3; lower it, or raise max_concurrency",
+    ),
+    (
         ("sources.chat.groups_per_step=0", "scheduler.alpha=0.3"),
         "scheduler.alpha = 0.3: has no effect, because only one source has a quota; remove the key",
     ),
@@ -476,6 +484,7 @@ def test_every_rule_is_exercised_above(run_file: Path) -> None:
         (*CUDA_ENGINE, *CUDA_LEARNER),
         ("telemetry.wandb.mode=disabled", "ray.address=auto"),
         ("grader.mode=single",),
+        ("scheduler.asynchronous=false",),
         (*FULL, "grader.checks.enabled=false"),
         ("grader.canaries.share=0.1",),
         (NATIVE % ("", ""),),
