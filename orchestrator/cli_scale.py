@@ -76,7 +76,7 @@ def wait(run: Path, request: ScaleRequest, timeout_s: float) -> None:
         answer = read(run / ANSWER, ScaleAnswer)
         if answer is not None and answer.id == request.id:
             line = text_of(answer)
-            if line != shown:
+            if line and line != shown:
                 shown = line
                 typer.echo(f"[{waited_s:5.1f} s] {line}")
             if answer.state in ("refused", "failed", "superseded"):
@@ -95,7 +95,7 @@ def wait(run: Path, request: ScaleRequest, timeout_s: float) -> None:
 
 
 def text_of(answer: ScaleAnswer) -> str:
-    """One line about where it stands."""
+    """One line about where it stands; empty where nothing was begun."""
     parts = []
     for name, pool in answer.pools.items():
         counts = {
@@ -106,4 +106,4 @@ def text_of(answer: ScaleAnswer) -> str:
         }
         notes = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
         parts.append(f"{name} {pool.was} -> {pool.target}: {notes}")
-    return "; ".join(parts) or answer.state
+    return "; ".join(parts)

@@ -205,6 +205,9 @@ def running(run_dir: Path, state: str = "running") -> None:
 def test_sizes_that_are_none_are_refused_before_anything_is_asked(text: str) -> None:
     with pytest.raises(ConfigError):
         cli_scale.parse([text])
+
+
+def test_a_pool_named_twice_is_refused() -> None:
     with pytest.raises(ConfigError, match="twice"):
         cli_scale.parse(["rollout=1", "rollout=2"])
 
@@ -241,13 +244,14 @@ def test_the_command_shows_progress_and_reports_the_time_to_effect(tmp_path: Pat
     assert "in effect after" in result.output
 
 
-def test_a_refusal_is_the_commands_error(tmp_path: Path) -> None:
+def test_a_refusal_is_the_commands_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     running(tmp_path)
     request = control.ask(tmp_path, {"graders": 3}, None)
     answer = control.ScaleAnswer(id=request.id, state="refused", text="there is no pool 'graders'")
     control.write(tmp_path / control.ANSWER, answer)
     with pytest.raises(GagarError, match="refused: there is no pool 'graders'"):
         cli_scale.wait(tmp_path, request, 5.0)
+    assert capsys.readouterr().out == ""
 
 
 def test_a_resumed_run_forgets_what_an_earlier_session_was_asked(tmp_path: Path) -> None:
