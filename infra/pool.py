@@ -144,10 +144,13 @@ class ActorPool:
         self._listeners.append(listener)
 
     def occupancy(self) -> tuple[int, int]:
-        """(busy slots, all slots) of the pool; actors that start or are about to be replaced count, those that drain
-        do not. (0, 0) means that nobody is left and nobody will come."""
+        """(busy slots, all slots) of the pool; actors that start or are about to be replaced count, and of those that
+        drain the slots that are still in use. (0, 0) means that nobody is left and nobody will come."""
         coming = min(self._size, len(self._members) + self._pending)
-        return sum(m.busy for m in self._members), coming * self.slots
+        if coming == 0:
+            return 0, 0
+        leaving = sum(m.busy for m in self._draining)
+        return sum(m.busy for m in self._members) + leaving, coming * self.slots + leaving
 
     def state(self) -> PoolState:
         """Sizes now."""

@@ -126,6 +126,7 @@ async def test_a_drained_actor_takes_nothing_new_and_finishes_what_it_has() -> N
     calls = {job: bench.call(job) for job in "abcd"}
     await until(lambda: bench.pool.occupancy() == (4, 4) and len(bench.gates) == 4)
     bench.pool.resize(1)
+    assert bench.pool.occupancy() == (4, 4), "two slots of the one that stays, and two in use on the one that leaves"
     late = bench.call("e")
     (leaving,) = [load for load in bench.pool.loads() if load.state is ActorState.DRAINING]
     assert leaving.busy == 2
