@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -18,8 +18,10 @@ from infra.sinks import JsonlFile
 from learner.group import BatchItem
 from orchestrator.alarms import Alarm
 from orchestrator.canaries import make_canaries
-from orchestrator.checkpoint import Checkpoints
-from orchestrator.ledger import Ledger
+from orchestrator.checkpoint import Checkpoint, Checkpoints
+from orchestrator.credit import GroupOutcome
+from orchestrator.ledger import Ledger, LedgerLog, RollingGroup
+from orchestrator.ledger_store import KeptGroup, indices
 from orchestrator.loop import Parts, Scheduler
 from orchestrator.mixer import Mixer
 from rollout.trajectory import Status, Trajectory, Transcript
@@ -174,6 +176,64 @@ class ScriptedLearner:
         path.mkdir()
 
 
+class MemoryLog:
+    """A LedgerLog that outlives schedulers, not the test; `disk` holds finished rollouts by path."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, dict[str, Any]] = {}
+        self.disk: dict[Path, Trajectory] = {}
+        self.grades: Counter[str] = Counter()
+        self._ends = 0
+
+    def admitted(self, group: RollingGroup) -> None:
+        assert group.group_id not in self.rows
+        self.rows[group.group_id] = {"group": group, "reply": None, "ended": None, "outcome": None}
+
+    def graded(self, group_id: str, reply: GradeReply) -> None:
+        self.grades[group_id] += self.rows[group_id]["reply"] is None
+        self.rows[group_id]["reply"] = reply
+
+    def ended(self, group_id: str, outcome: GroupOutcome) -> None:
+        self._ends += 1
+        self.rows[group_id].update(ended=self._ends, outcome=outcome)
+
+    def mark(self) -> int:
+        return self._ends
+
+    async def flush(self) -> None:
+        await asyncio.sleep(0)
+
+    def forget(self, mark: int) -> None:
+        self.rows = {k: r for k, r in self.rows.items() if r["ended"] is None or r["ended"] > mark}
+
+    def keep(self, trajectory: Trajectory) -> None:
+        """As a rollout worker writes what it has finished."""
+        group_id, slot = trajectory.trajectory_id.split("/")
+        self.disk[Path(group_id) / f"{slot}.npz"] = trajectory
+
+    def load(self, mark: int) -> list[KeptGroup]:
+        """As LedgerStore.load."""
+        self.forget(mark)
+        self._ends = mark
+        kept = []
+        for row in self.rows.values():
+            row.update(ended=None, outcome=None)
+            g = row["group"]
+            files = {int(p.stem.split(".")[0]): p for p in sorted(self.disk) if p.parent.name == g.group_id}
+            kept.append(
+                KeptGroup(
+                    group_id=g.group_id,
+                    source=g.task.source,
+                    index=g.index,
+                    size=g.size,
+                    version=g.version,
+                    reply=row["reply"],
+                    rollouts=files,
+                )
+            )
+        return kept
+
+
 class ScriptedTelemetry:
     """Keeps spans in a list."""
 
@@ -219,14 +279,19 @@ class Run:
         scheduler: type[Scheduler] = Scheduler,
         telemetry: Any = None,
         observer: Any = None,
+        log: LedgerLog | None = None,
+        kept: Sequence[KeptGroup] = (),
+        taken: Sequence[KeptGroup] | None = None,
+        checkpoint: Checkpoint | None = None,
     ) -> None:
-        """With `grader.canaries` in the configuration, as build.py makes them. `observer` None: the run itself."""
+        """With `grader.canaries` in the configuration, as build.py makes them. `observer` None: the run itself. `taken`:
+        groups whose tasks count as done, if others than `kept`."""
         self.config = config
         self.rollout = pool(rollout, slots=8, delay_s=rollout_delay_s)
         self.grader = grader_pool(grade, slots=grade_slots, delay_s=grade_delay_s)
         self.learner = learner or ScriptedLearner()
         self.telemetry = telemetry or ScriptedTelemetry()
-        self.ledger = Ledger()
+        self.ledger = Ledger(log)
         self.audit = JsonlFile(run_dir / "groups.jsonl", sync=False)
         self.steps: list[int] = []
         self.alarms: list[Alarm] = []
@@ -242,7 +307,8 @@ class Run:
             learner=cast(Any, self.learner),
             canaries=make_canaries(config, run_dir),
         )
-        self.mixer = Mixer(config.sources, alpha=config.scheduler.alpha)
+        self.mixer = Mixer.of(config.sources, config.scheduler, group_size=config.algorithm.group_size)
+        self.mixer.restore(checkpoint.state["mixer"] if checkpoint else {}, indices(kept if taken is None else taken))
         self.scheduler = scheduler(
             config=config,
             parts=parts,
@@ -252,6 +318,8 @@ class Run:
             checkpoints=Checkpoints(run_dir, keep=1),
             telemetry=cast(Any, self.telemetry),
             observer=observer or self,
+            start_step=checkpoint.step if checkpoint else 0,
+            kept=kept,
         )
 
     def on_step(self, scheduler: Scheduler, record: Any, stats: Any) -> None:
@@ -269,4 +337,8 @@ class Run:
 
     def go(self) -> list[dict[str, Any]]:
         asyncio.run(asyncio.wait_for(self.scheduler.run(), timeout=30))
+        return self.lines()
+
+    def lines(self) -> list[dict[str, Any]]:
+        """The audit trail so far."""
         return [json.loads(line) for line in self.audit.path.read_text().splitlines()]
