@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -24,7 +23,7 @@ class PhaseClock:
 
     def __init__(self, *, cuda: bool) -> None:
         self._cuda = cuda
-        self._seconds: Counter[str] = Counter()
+        self._seconds: dict[str, float] = {}
         self._events: list[tuple[str, Any, Any]] = []
 
     @contextmanager
@@ -33,7 +32,7 @@ class PhaseClock:
         if not self._cuda:
             start_s = time.perf_counter()
             yield
-            self._seconds[name] += time.perf_counter() - start_s  # type: ignore[assignment]
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start_s
             return
         import torch
 
@@ -45,7 +44,7 @@ class PhaseClock:
 
     def take(self) -> dict[str, float]:
         """The seconds since the last `take`."""
-        seconds: dict[str, float] = dict(self._seconds)
+        seconds = dict(self._seconds)
         for name, begin, end in self._events:
             end.synchronize()
             seconds[name] = seconds.get(name, 0.0) + begin.elapsed_time(end) / 1000.0

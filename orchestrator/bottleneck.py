@@ -56,7 +56,7 @@ class Verdict:
 def critical(spans: Sequence[Span], window: Interval, slots: Mapping[str, int]) -> Critical:
     """`slots` holds those of `rollout`, and of `grader` where there is one; `spans` those that touch the window, of
     groups that still queue too. An empty window has shares of 0."""
-    seconds: Counter[str] = Counter()
+    seconds = dict.fromkeys(CAUSES, 0.0)
     queued_s = free_s = 0.0
     for length_s, running in _pieces(spans, window):
         cause = _cause(running, slots)

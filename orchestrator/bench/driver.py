@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import resource
 import tempfile
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
+from envs.task import Task
 from orchestrator.bench.figures import Figure, Options, figure
 from orchestrator.bench.parts import InstantLearner, InstantPool, Steps, bench_config, half_pass, no_grade, scheduler_of
+from rollout.trajectory import Trajectory
 
 SIZES = ((64, 16), (256, 16))
 """(groups of a step, trajectories of a group)."""
@@ -28,7 +31,7 @@ def run(options: Options) -> list[Figure]:
                 config,
                 Path(folder),
                 observer,
-                rollout=InstantPool(SLOTS, lambda *about, policy=learner: half_pass(*about, policy.version)),
+                rollout=InstantPool(SLOTS, _sampler(learner)),
                 grader=InstantPool(SLOTS // size, no_grade),
                 learner=learner,
             )
@@ -39,3 +42,8 @@ def run(options: Options) -> list[Figure]:
         figures.append(figure(name, "ms", each))
     peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return [*figures, figure("peak memory of the process", "MiB", [peak_kib / 1024])]
+
+
+def _sampler(learner: InstantLearner) -> Callable[[Task, str, str], Trajectory]:
+    """Trajectories by the weights of the moment: older ones would be dropped as stale."""
+    return lambda task, trajectory_id, group_id: half_pass(task, trajectory_id, group_id, learner.version)
