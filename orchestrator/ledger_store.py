@@ -59,6 +59,13 @@ class KeptGroup:
     rollouts: dict[int, Path]
     """Slot -> file of the finished rollout."""
 
+    @property
+    def whole(self) -> bool:
+        """Whether it was graded with exactly these rollouts: then slots without one were lost for good (M1.3), and the
+        grade still stands."""
+        ids = {f"{self.group_id}/{path.stem}" for path in self.rollouts.values()}
+        return self.reply is not None and set(self.reply.policy_versions) == ids
+
 
 def indices(groups: Sequence[KeptGroup]) -> dict[str, set[int]]:
     """Source -> the tasks of these groups, in its stream."""

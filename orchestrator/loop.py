@@ -133,7 +133,7 @@ class Scheduler:
         self.supply = SupplyWatch(mixer)
         self._observer = observer
         self._kept = kept
-        self._grades = {group.group_id: group.reply for group in kept if group.reply is not None}
+        self._grades = {group.group_id: group.reply for group in kept if group.reply is not None and group.whole}
         """Grades of an earlier session, for groups whose rollouts come back."""
         self.rollouts = RolloutStage(
             config=config.rollout,
@@ -244,11 +244,12 @@ class Scheduler:
         is what was admitted, not what happened to be short."""
         kept = [k for k in self._kept if k.source in self.mixer.sources]
         self._kept = ()
-        groups = [self._rolling(k.group_id, k.source, k.index, k.size, min(k.version, self.step)) for k in kept]
-        for rolling in groups:
+        back = []
+        for k in kept:
+            rolling = self._rolling(k.group_id, k.source, k.index, k.size, min(k.version, self.step))
             self.ledger.admit(rolling, again=True)
-        files = [k.rollouts for k in kept]
-        await asyncio.gather(*(self.rollouts.bring_back(g, f) for g, f in zip(groups, files, strict=True)))
+            back.append(self.rollouts.bring_back(rolling, k.rollouts, whole=k.whole))
+        await asyncio.gather(*back)
 
     def _on_retry(self, trajectory: Trajectory) -> None:
         """It was lost, and only it is sampled again. Losses alone are no progress, so `abort_after_s` ends a run of

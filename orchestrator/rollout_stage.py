@@ -105,10 +105,17 @@ class RolloutStage:
         member = Member(trajectory=trajectory, payload=payload, transcript=transcript, effective_s=effective_s)
         await self._on_end(rolling, slot, member)
 
-    async def bring_back(self, rolling: RollingGroup, files: dict[int, Path]) -> None:
-        """A group of an earlier session: what it had finished goes back into the object store, the rest is queued."""
-        self.put(rolling, [slot for slot in range(rolling.size) if slot not in files])
+    async def bring_back(self, rolling: RollingGroup, files: dict[int, Path], *, whole: bool) -> None:
+        """A group of an earlier session: what it had finished goes back into the object store, the rest is queued; of a
+        `whole` one the rest was lost for good."""
+        missing = [slot for slot in range(rolling.size) if slot not in files]
+        if not whole:
+            self.put(rolling, missing)
         await asyncio.gather(*(self._restore(rolling, slot, path) for slot, path in files.items()))
+        for slot in missing if whole else ():
+            name = f"{rolling.group_id}/{slot}.lost"
+            lost = lost_trajectory(rolling.task, name, rolling.group_id, "lost in an earlier session of the run", 0.0)
+            await self._on_end(rolling, slot, Member(trajectory=lost, payload=None, transcript=None))
 
     async def _restore(self, rolling: RollingGroup, slot: int, path: Path) -> None:
         from ray.exceptions import RayError

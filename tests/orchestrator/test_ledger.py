@@ -2,38 +2,61 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from random import Random
+
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from hypothesis.strategies import data, integers
-from scripted import ScriptedSource, trajectory
+from hypothesis.strategies import booleans, integers, randoms, sampled_from
+from scripted import MemoryLog, ScriptedSource, trajectory
 
 from envs.task import Split, TaskKind
+from grader.exchange import GradeReply, GradeRequest, lost_reply
 from orchestrator.credit import GroupOutcome, skipped
-from orchestrator.ledger import CompleteGroup, Ledger, Member, ReadyGroup, RollingGroup, Stage
-from rollout.trajectory import Status
+from orchestrator.ledger import CompleteGroup, Ledger, Member, ReadyGroup, RollingGroup, Stage, is_stale
+from orchestrator.slots import Slots
+from rollout.trajectory import Status, Trajectory
 
 SOURCE = ScriptedSource("code", TaskKind.CODE)
 
 
-def admit(ledger: Ledger, index: int, size: int = 2) -> RollingGroup:
-    rolling = RollingGroup(
+def rolling_group(index: int, size: int = 2, version: int = 0) -> RollingGroup:
+    return RollingGroup(
         group_id=f"code-{index:06d}",
         task=SOURCE.task(Split.TRAIN, index),
         index=index,
         size=size,
-        version=0,
+        version=version,
         admitted_s=0.0,
     )
+
+
+def admit(ledger: Ledger, index: int, size: int = 2, version: int = 0) -> RollingGroup:
+    rolling = rolling_group(index, size, version)
     ledger.admit(rolling)
     return rolling
+
+
+def made_by(
+    rolling: RollingGroup, slot: int, attempt: int, versions: tuple[int, ...], *, lost: bool = False
+) -> Trajectory:
+    status = Status.INFRA_SANDBOX if lost else Status.SUBMITTED
+    return trajectory(f"{rolling.group_id}/{slot}.{attempt}", task=rolling.task, status=status, versions=versions)
+
+
+def reply_for(group: CompleteGroup) -> GradeReply:
+    trajectories = tuple(m.trajectory for m in group.valid)
+    request = GradeRequest(
+        group_id=group.group_id, task=group.task, base_state="", trajectories=trajectories, order_seed=0
+    )
+    return lost_reply(request, "", run_s=0.0)
 
 
 def finish(
     ledger: Ledger, rolling: RollingGroup, slot: int, *, versions: tuple[int, ...] = (0,), lost: bool = False
 ) -> CompleteGroup | None:
-    status = Status.INFRA_SANDBOX if lost else Status.SUBMITTED
-    t = trajectory(f"{rolling.group_id}/{slot}.0", task=rolling.task, status=status, versions=versions)
+    t = made_by(rolling, slot, 0, versions, lost=lost)
     return ledger.record(rolling.group_id, slot, Member(trajectory=t, payload=None, transcript=None), 1.0)
 
 
@@ -118,58 +141,168 @@ def test_check_notices_a_lost_trajectory() -> None:
         ledger.check()
 
 
+def test_a_batch_is_taken_in_order_of_admission() -> None:
+    ledger = Ledger()
+    groups = [complete(ledger, i) for i in range(3)]
+    for group in reversed(groups):
+        ready(ledger, group)
+    batch = ledger.take_batch({"code": 2})
+    assert batch is not None and [r.group.index for r in batch] == [0, 1], "not in that of their completion"
+
+
+def test_a_batch_waits_for_what_would_grow_too_old() -> None:
+    """M6.4, wait: the group of version 0 must be in the step that makes version 2 of a run with staleness 1."""
+    ledger = Ledger()
+    old = admit(ledger, 0)
+    ready(ledger, complete(ledger, 1))
+    assert ledger.take_batch({"code": 1}, step=1, wait_staleness=1) is None
+    assert ledger.take_batch({"code": 2}, step=0, wait_staleness=1) is None, "quota first"
+    finish(ledger, old, 0)
+    group = finish(ledger, old, 1)
+    assert group is not None
+    ready(ledger, group)
+    batch = ledger.take_batch({"code": 1}, step=1, wait_staleness=1)
+    assert batch is not None and [r.group.index for r in batch] == [0]
+
+
+def test_groups_that_will_be_dropped_hold_no_slot_under_the_bound() -> None:
+    ledger = Ledger()
+    admit(ledger, 0)
+    assert ledger.outstanding("code") == 1 and ledger.outstanding("code", oldest=1) == 0
+
+
 class Conservation(RuleBasedStateMachine):
-    """Any order of admissions, ends, gradings, batches and drops keeps the counts equal."""
+    """Any order of admissions, ends, losses, gradings, batches, drops, scaling, crashes and resumes: counts add up,
+    no group is graded twice, none is trained twice, and none is forgotten."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.ledger = Ledger()
-        self.next = 0
-        self.open: list[tuple[RollingGroup, list[int]]] = []
-        self.graded: list[CompleteGroup] = []
+        self.log = MemoryLog()
+        self.ledger = Ledger(self.log)
+        self.slots = Slots(4)
+        self.open: dict[str, tuple[RollingGroup, dict[int, int]]] = {}
+        """Group -> its slots that have not ended, with the attempt that runs."""
+        self.complete: dict[str, CompleteGroup] = {}
+        self.grades: dict[str, GradeReply] = {}
+        self.admitted: set[str] = set()
+        self.graded: Counter[str] = Counter()
+        self.ends: dict[str, list[str]] = {}
+        """Group -> its ends that a checkpoint did not lose."""
+        self.sampled: Counter[str] = Counter()
+        """Ends of trajectories, by id."""
         self.version = 0
+        self.checkpoint: tuple[int, int, dict[str, list[str]]] = (0, 0, {})
+        """Mark, version and ends of the last one."""
 
     @rule(size=integers(1, 4))
     def admit(self, size: int) -> None:
-        self.open.append((admit(self.ledger, self.next, size), list(range(size))))
-        self.next += 1
+        rolling = admit(self.ledger, len(self.admitted), size, self.version)
+        self.admitted.add(rolling.group_id)
+        self.open[rolling.group_id] = (rolling, dict.fromkeys(range(size), 0))
 
     @precondition(lambda self: self.open)
-    @rule(d=data())
-    def finish(self, d: object) -> None:
-        i = d.draw(integers(0, len(self.open) - 1))  # type: ignore[attr-defined]
-        rolling, slots = self.open[i]
-        slot = slots.pop(d.draw(integers(0, len(slots) - 1)))  # type: ignore[attr-defined]
-        lost = d.draw(integers(0, 3)) == 0  # type: ignore[attr-defined]
-        group = finish(self.ledger, rolling, slot, versions=(self.version,), lost=lost)
-        assert (group is not None) == (not slots)
-        if group is not None:
-            self.graded.append(group)
-            self.open.pop(i)
+    @rule(pick=randoms(use_true_random=False), end=sampled_from(["finish", "finish", "mask", "retry"]))
+    def trajectory_ends(self, pick: Random, end: str) -> None:
+        rolling, running = self.open[pick.choice(sorted(self.open))]
+        slot = pick.choice(sorted(running))
+        if end == "retry":  # lost, or handed back by a drained worker: only it is sampled again
+            running[slot] += 1
+            return
+        made = made_by(rolling, slot, running.pop(slot), (self.version,), lost=end == "mask")
+        if end == "finish":
+            self.log.keep(made)
+            self.sampled[made.trajectory_id] += 1
+        self._ended(rolling, slot, made)
 
-    @precondition(lambda self: self.graded)
-    @rule(skip=integers(0, 1))
-    def grade(self, skip: int) -> None:
-        group = self.graded.pop()
-        if skip:
-            self.ledger.end(group, GroupOutcome.SKIPPED_ALL_FAIL)
+    def _ended(self, rolling: RollingGroup, slot: int, made: Trajectory) -> None:
+        member = Member(trajectory=made, payload=None, transcript=None)
+        group = self.ledger.record(rolling.group_id, slot, member, 1.0)
+        assert (group is not None) == (not self.open[rolling.group_id][1])
+        if group is not None:
+            del self.open[rolling.group_id]
+            self.complete[group.group_id] = group
+
+    @precondition(lambda self: self.complete)
+    @rule(pick=randoms(use_true_random=False), outcome=sampled_from(["ready", "ready", "fallback", "skip", "stale"]))
+    def grade(self, pick: Random, outcome: str) -> None:
+        group = self.complete.pop(pick.choice(sorted(self.complete)))
+        if outcome == "skip":
+            self._end(group, GroupOutcome.SKIPPED_ALL_FAIL)
+        elif outcome == "stale":
+            self._end(group, GroupOutcome.DROPPED_STALE)
         else:
+            reply = self.grades.pop(group.group_id, None)
+            if reply is None:
+                self.graded[group.group_id] += 1
+                self.ledger.graded(group.group_id, reply_for(group))
             ready(self.ledger, group)
 
-    @rule()
-    def step(self) -> None:
+    def _end(self, group: CompleteGroup, outcome: GroupOutcome) -> None:
+        self.ledger.end(group, outcome)
+        self.ends.setdefault(group.group_id, []).append(outcome.value)
+
+    @rule(wait=booleans())
+    def step(self, wait: bool) -> None:
         for r in self.ledger.take_stale(self.version, 1):
-            self.ledger.end(r.group, GroupOutcome.DROPPED_STALE)
-        for r in self.ledger.take_batch({"code": 2}) or []:
-            oldest = r.group.oldest_version
-            assert oldest is None or self.version - oldest <= 1
-            self.ledger.end(r.group, GroupOutcome.TRAINED)
+            self._end(r.group, GroupOutcome.DROPPED_STALE)
+        batch = self.ledger.take_batch({"code": 2}, step=self.version, wait_staleness=1 if wait else None)
+        if batch is None:
+            return
         self.version += 1
+        for r in batch:
+            assert not is_stale(r.group, self.version - 1, 1)
+            self._end(r.group, GroupOutcome.TRAINED)
+
+    @rule(size=integers(0, 9))
+    def scale(self, size: int) -> None:
+        self.slots.resize(size)
+        assert self.slots.size == max(size, 1)
+
+    @rule()
+    def save(self) -> None:
+        mark = self.log.mark()
+        self.checkpoint = (mark, self.version, {group: list(ends) for group, ends in self.ends.items()})
+        self.log.forget(mark)
+
+    @rule()
+    def crash_and_resume(self) -> None:
+        mark, self.version, ends = self.checkpoint
+        self.ends = {group: list(found) for group, found in ends.items()}
+        left = self.log.load(mark)
+        self.ledger = Ledger(self.log)
+        self.open, self.complete = {}, {}
+        assert all(k.whole for k in left if k.reply is not None), "a graded group is complete"
+        self.grades = {k.group_id: k.reply for k in left if k.reply is not None}
+        assert {k.group_id for k in left} == self.admitted - set(self.ends), "all but those that a checkpoint covers"
+        for kept in left:
+            rolling = rolling_group(kept.index, kept.size, min(kept.version, self.version))
+            self.ledger.admit(rolling, again=True)
+            self.open[kept.group_id] = (rolling, dict.fromkeys(range(kept.size), 0))
+            for slot, path in kept.rollouts.items():
+                self.open[kept.group_id][1].pop(slot)
+                self._ended(rolling, slot, self.log.disk[path])
+            for slot in range(kept.size) if kept.whole else ():
+                if slot not in kept.rollouts:
+                    self.open[kept.group_id][1].pop(slot)
+                    self._ended(rolling, slot, made_by(rolling, slot, 0, (0,), lost=True))
 
     @invariant()
     def counts_add_up(self) -> None:
         self.ledger.check()
+        living = {*self.open, *self.complete, *self.ledger._ready}
+        assert living | set(self.ends) == self.admitted and not living & set(self.ends)
+        assert self.ledger.living == len(living)
+        assert self.ledger.count(Stage.ROLLING, "code") == len(self.open)
+        assert self.ledger.count(Stage.GRADING, "code") == len(self.complete)
+        assert self.ledger.rolling().get("code", 0) == sum(len(running) for _, running in self.open.values())
+        assert self.ledger.outstanding("code") == len(living)
+
+    @invariant()
+    def at_most_once(self) -> None:
+        assert max(self.graded.values(), default=0) <= 1
+        assert all(len(found) == 1 for found in self.ends.values())
+        assert max(self.sampled.values(), default=0) <= 1, "no finished rollout is sampled again"
 
 
-Conservation.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+Conservation.TestCase.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)
 TestConservation = Conservation.TestCase
