@@ -8,12 +8,14 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from configs.schema import EndpointGraderBackend, GraderConfig, VllmGraderBackend
 from grader.endpoint import ContextFullError, Endpoint, NativeCall
+from grader.strict_json import MAX_CHARS
 from infra.errors import ConfigError
 from rollout.chat import ChatFormat
 from rollout.engine import Engine
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 
 _CHARS_PER_TOKEN = 3
 """Of text that an endpoint has not counted yet; rather too many tokens than too few."""
+_NAME_CHARS = 64
+_NOT_IN_A_NAME = re.compile("[^A-Za-z0-9_-]")
 _MESSAGE_TOKENS = 8
 """What chat markup adds to a message."""
 
@@ -279,12 +283,15 @@ class EndpointDialogue:
 
 
 def _echo(call: NativeCall) -> dict[str, Any]:
-    """A call as the next request repeats it. Servers refuse arguments that are no JSON object, so these become {}."""
+    """A call as the next request repeats it. Servers refuse arguments that are no JSON object, so these become {}, and
+    names with other characters, so those become "_". What is too long to be read is not sent again either."""
     try:
-        arguments = call.arguments if isinstance(json.loads(call.arguments), dict) else "{}"
+        readable = len(call.arguments) <= MAX_CHARS and isinstance(json.loads(call.arguments), dict)
     except (ValueError, RecursionError):
-        arguments = "{}"
-    return {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+        readable = False
+    name = _NOT_IN_A_NAME.sub("_", call.name[:_NAME_CHARS]) or "_"
+    function = {"name": name, "arguments": call.arguments if readable else "{}"}
+    return {"id": call.call_id, "type": "function", "function": function}
 
 
 def _estimate(*messages: dict[str, Any]) -> int:
@@ -319,7 +326,19 @@ def make_model(config: GraderConfig, engine: Engine | None) -> GraderModel:
             raise ConfigError("grader.backend.type=vllm needs the grader's engine pool; start it before the graders")
         chat = ChatFormat.load(backend.engine.model)
         return EngineModel(engine, chat, config, name=backend.engine.model, max_model_len=backend.engine.max_model_len)
-    return EndpointModel(backend, config, api_key=os.environ.get(backend.api_key_env))
+    return EndpointModel(backend, config, api_key=_key(backend.api_key_env))
+
+
+def _key(name: str) -> str | None:
+    """The key in an environment variable, without the newline that files of keys end with.
+
+    Raises:
+        ConfigError: no HTTP header can carry it. The message does not show it.
+    """
+    key = os.environ.get(name, "").strip()
+    if not all("!" <= char <= "~" for char in key):
+        raise ConfigError(f"the key in {name} holds a space, a control character or a letter beyond ASCII; set it anew")
+    return key or None
 
 
 class ScriptedModel:

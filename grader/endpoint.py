@@ -18,12 +18,15 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, sto
 from tenacity.wait import wait_random_exponential
 
 from configs.schema import EndpointGraderBackend
+from configs.secrecy import HIDDEN
 from infra.errors import GraderError
 
 MAX_ANSWER_BYTES = 4 * 1024 * 1024
 MAX_RETRY_AFTER_S = 60.0
-_SAID_BYTES = 300
+_SAID_CHARS = 300
 """How much of an error's body is repeated."""
+_SECRET_CHARS = 6
+"""A shorter key guards nothing ("EMPTY", "x" for local servers), and would hide parts of words."""
 _CONTEXT_FULL = ("context_length_exceeded", "context length", "context window")
 """How servers say, in a 400 answer, that the conversation is longer than the model reads."""
 
@@ -118,8 +121,10 @@ class Endpoint:
         backoff_s: float = 0.5,
         max_backoff_s: float = 30.0,
     ) -> None:
-        """`api_key` None sends no Authorization header. `backoff_s` is the upper end of the first random wait."""
+        """`api_key` None sends no Authorization header; it is in no message. `backoff_s` is the upper end of the first
+        random wait."""
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._secret = api_key if api_key and len(api_key) >= _SECRET_CHARS else None
         self._url = backend.base_url.rstrip("/") + "/chat/completions"
         self._model = backend.model
         self._timeout_s = backend.request_timeout_s
@@ -188,11 +193,17 @@ class Endpoint:
         except (httpx.UnsupportedProtocol, httpx.InvalidURL) as error:
             raise GraderError(f"{self._url}: {error}; correct grader.backend.base_url") from error
         except httpx.TransportError as error:
-            raise _TransientError(f"{type(error).__name__}: {error}") from error
+            raise _TransientError(self._hidden(f"{type(error).__name__}: {error}")) from None
         except httpx.HTTPError as error:  # an undecodable body and the like
-            raise GraderError(f"{self._url}: {type(error).__name__}: {error}") from error
-        _check_status(self._url, response, content)
+            raise GraderError(self._hidden(f"{self._url}: {type(error).__name__}: {error}")) from None
+        if response.status_code != 200:
+            said = self._hidden(content.decode("utf-8", "replace"))
+            raise _refusal(self._url, response, ascii(said[:_SAID_CHARS]))
         return _parse(self._url, content)
+
+    def _hidden(self, text: str) -> str:
+        """A message without the key: servers and libraries repeat headers in theirs, and messages go to files."""
+        return text if self._secret is None else text.replace(self._secret, HIDDEN)
 
 
 async def _read(response: httpx.Response) -> bytes:
@@ -204,16 +215,14 @@ async def _read(response: httpx.Response) -> bytes:
     return bytes(content)
 
 
-def _check_status(url: str, response: httpx.Response, content: bytes) -> None:
+def _refusal(url: str, response: httpx.Response, said: str) -> Exception:
+    """What an answer other than 200 comes to; `said` is its body, cut."""
     status = response.status_code
-    if status == 200:
-        return
-    said = ascii(content[:_SAID_BYTES].decode("utf-8", "replace"))
     if status == 429 or status >= 500:
-        raise _TransientError(f"HTTP {status} {said}", _retry_after_s(response))
+        return _TransientError(f"HTTP {status} {said}", _retry_after_s(response))
     if status == 400 and any(phrase in said.lower() for phrase in _CONTEXT_FULL):
-        raise ContextFullError(f"{url}: HTTP {status} {said}")
-    raise GraderError(f"{url}: HTTP {status} {said}")
+        return ContextFullError(f"{url}: HTTP {status} {said}")
+    return GraderError(f"{url}: HTTP {status} {said}")
 
 
 def _retry_after_s(response: httpx.Response) -> float | None:

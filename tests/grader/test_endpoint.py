@@ -372,3 +372,18 @@ async def test_a_conversation_that_is_too_long_is_named_so(said: str) -> None:
         with pytest.raises(ContextFullError):
             await ask(endpoint(server.url))
     assert len(server.bodies) == 1
+
+
+@pytest.mark.parametrize("status", [401, 429, 500])
+async def test_a_server_that_repeats_the_key_does_not_bring_it_into_a_message(status: int) -> None:
+    key = "sk-0123456789abcdef"
+
+    async def answer(request: web.Request, n: int) -> web.StreamResponse:
+        # Its end lies beyond what is repeated of a body: not even a part of it may be left.
+        return web.Response(status=status, text=f"{'x' * 290}{request.headers['Authorization']}")
+
+    async with serving(answer) as server:
+        with pytest.raises(GraderError) as raised:
+            await ask(endpoint(server.url, key=key, retries=0))
+    assert str(status) in str(raised.value)
+    assert "sk-" not in str(raised.value)

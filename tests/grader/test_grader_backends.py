@@ -15,8 +15,9 @@ from test_endpoint import calling, completion, serving
 from test_grader_worker import GROUP, OUTCOMES, good_answer, grade
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from configs.schema import RubricConfig
-from grader.client import EndpointModel, EngineModel, make_model
+from configs.schema import EndpointGraderBackend, RubricConfig
+from grader.client import EndpointModel, EngineModel, _echo, make_model
+from grader.endpoint import NativeCall
 from grader.scripted import judge_by_size
 from grader.verdict import FallbackReason
 from grader.worker import GraderWorker
@@ -297,3 +298,46 @@ def test_the_concurrency_limit_is_shared_among_the_workers() -> None:
     model = make_model(config, None)
     assert isinstance(model, EndpointModel)
     assert model.endpoint._slots._value == 2
+
+
+@pytest.mark.parametrize(
+    ("value", "sent"), [("sk-0123456789\n", "sk-0123456789"), (" k ", "k"), ("\n", None), ("", None)]
+)
+async def test_the_key_is_sent_without_the_newline_of_its_file(
+    monkeypatch: pytest.MonkeyPatch, value: str, sent: str | None
+) -> None:
+    monkeypatch.setenv("A_KEY", value)
+    backend = EndpointGraderBackend(type="endpoint", base_url="http://127.0.0.1:1/v1", model="m", api_key_env="A_KEY")
+    model = make_model(grader_config(backend=backend), None)
+    assert isinstance(model, EndpointModel)
+    assert model.endpoint._http.headers.get("authorization") == (sent and f"Bearer {sent}")
+    await model.close()
+
+
+@pytest.mark.parametrize("value", ["sk-0123\n456789", "sk-01234\xe4", "sk-0123\x1b456", "sk-0123 456789"])
+def test_a_key_that_no_header_carries_is_refused_without_being_shown(
+    monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    monkeypatch.setenv("A_KEY", value)
+    backend = EndpointGraderBackend(type="endpoint", base_url="http://127.0.0.1:1/v1", model="m", api_key_env="A_KEY")
+    with pytest.raises(ConfigError, match="A_KEY") as raised:
+        make_model(grader_config(backend=backend), None)
+    assert "sk-" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "echoed"),
+    [
+        ("read", '{"path":"C1/patch"}', ("read", '{"path":"C1/patch"}')),
+        ("functions.read", "{}", ("functions_read", "{}")),
+        ("", "{}", ("_", "{}")),
+        ("x" * 1000, "{}", ("x" * 64, "{}")),
+        ("re\nad<|im_end|>", "[1]", ("re_ad__im_end__", "{}")),
+        ("read", '{"path":"' + "x" * 3_000_000 + '"}', ("read", "{}")),  # it was not read either
+    ],
+)
+def test_a_call_is_repeated_only_in_a_form_that_servers_take(
+    name: str, arguments: str, echoed: tuple[str, str]
+) -> None:
+    function = _echo(NativeCall(call_id="c1", name=name, arguments=arguments))["function"]
+    assert (function["name"], function["arguments"]) == echoed
