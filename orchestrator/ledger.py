@@ -305,7 +305,7 @@ class Ledger:
         """Living groups of a stage, of one source or of all."""
         if source is not None:
             return self._of(source).stages[stage]
-        return len({Stage.ROLLING: self._rolling, Stage.GRADING: self._grading, Stage.READY: self._ready}[stage])
+        return sum(counts.stages[stage] for counts in self._counts.values())
 
     def rolling(self) -> dict[str, int]:
         """Source -> trajectories that run or wait for a slot."""

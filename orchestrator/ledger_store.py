@@ -28,6 +28,7 @@ from infra.errors import StorageError
 from orchestrator.credit import GroupOutcome
 from orchestrator.ledger import RollingGroup
 from rollout.spool import group_folder, kept_slots
+from rollout.trajectory import Trajectory
 
 _REPLY = TypeAdapter(GradeReply)
 _TABLE = """
@@ -65,6 +66,13 @@ class KeptGroup:
         grade still stands."""
         ids = {f"{self.group_id}/{path.stem}" for path in self.rollouts.values()}
         return self.reply is not None and set(self.reply.policy_versions) == ids
+
+
+def covers(reply: GradeReply, trajectories: Sequence[Trajectory]) -> bool:
+    """Whether a kept answer is about exactly these trajectories: one that was sampled again since voids it (M2.6)."""
+    return dict(reply.policy_versions) == {
+        t.trajectory_id: t.policy_versions for t in trajectories if not t.status.masked
+    }
 
 
 def indices(groups: Sequence[KeptGroup]) -> dict[str, set[int]]:

@@ -14,83 +14,35 @@ The rollouts' arrows are rollout_stage.py, the graders' grading_stage.py; docs/s
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 from configs.schema import AdvantageMode, RunConfig
-from envs.task import Split, TaskKind, TaskSource
+from envs.task import Split, TaskKind
 from grader.exchange import GradeReply
 from infra.errors import GagarError
-from infra.pool import ActorPool
 from infra.sinks import JsonlFile
 from infra.spans import CHECKPOINT, LEARN, PUBLISH
 from infra.telemetry import Telemetry
-from learner.group import BatchItem, LearnerGroup, StepStats
+from learner.group import BatchItem
 from orchestrator.admission import Admission
-from orchestrator.alarms import Alarm, SupplyWatch
+from orchestrator.alarms import SupplyWatch
 from orchestrator.archive import GroupArchive
 from orchestrator.audit import audit_record
-from orchestrator.canaries import Canaries
 from orchestrator.checkpoint import Checkpoints
 from orchestrator.clock import Clock
 from orchestrator.credit import Credit, GroupOutcome, classify, credit, skipped
 from orchestrator.grading_stage import GradingStage
 from orchestrator.ledger import CompleteGroup, Ledger, Member, ReadyGroup, RollingGroup, is_stale
+from orchestrator.ledger_store import KeptGroup, covers
 from orchestrator.mixer import Mixer
+from orchestrator.parts import Observer, Parts, StepRecord
 from orchestrator.progress import Activity
 from orchestrator.rollout_stage import RolloutStage
 from rollout.trajectory import Trajectory
 
-if TYPE_CHECKING:
-    from orchestrator.ledger_store import KeptGroup
-    from rollout.engine_pool import EnginePool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
-    """What build.py wires together."""
-
-    sources: Mapping[str, TaskSource]
-    engines: EnginePool
-    rollout: ActorPool
-    grader: ActorPool | None
-    learner: LearnerGroup
-    canaries: Canaries | None = None
-
-
-@dataclass(slots=True, kw_only=True)
-class StepRecord:
-    """What happened between the ends of two optimiser steps, for metrics."""
-
-    started_s: float
-    records: list[dict[str, Any]] = field(default_factory=list)
-    """Audit records of the groups that ended."""
-    retries: Counter[str] = field(default_factory=Counter)
-    """Trajectories sampled again, by the status of the lost one."""
-
-
-class Observer(Protocol):
-    """Told what happens; shows and logs it. Must not raise but for storage failures."""
-
-    def on_step(self, scheduler: Scheduler, record: StepRecord, stats: StepStats) -> None:
-        """Optimiser step `scheduler.step` is done and its weights are published."""
-        ...
-
-    def on_checkpoint(self, path: Path) -> None:
-        """A checkpoint is complete."""
-        ...
-
-    def on_alarm(self, alarm: Alarm) -> None:
-        """An alarm on the graders began or ended."""
-        ...
-
-    def on_tick(self, scheduler: Scheduler, still_s: float) -> None:
-        """Called every second; nothing has moved for `still_s`."""
-        ...
+__all__ = ["Observer", "Parts", "Scheduler", "StepRecord"]
 
 
 class Scheduler:
@@ -447,13 +399,6 @@ class Scheduler:
         if self.grading is not None and self.parts.grader is not None:
             self.grading.slots.resize(self.parts.grader.occupancy()[1])
         self._room.set()
-
-
-def covers(reply: GradeReply, trajectories: Sequence[Trajectory]) -> bool:
-    """Whether a kept answer is about exactly these trajectories: one that was sampled again since voids it (M2.6)."""
-    return dict(reply.policy_versions) == {
-        t.trajectory_id: t.policy_versions for t in trajectories if not t.status.masked
-    }
 
 
 def _items(batch: list[ReadyGroup]) -> list[BatchItem]:
