@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
+from grader.patched import PatchError, parse_section, sections
 from rollout.trajectory import Transcript
 
 
@@ -112,32 +113,29 @@ class Citable(Protocol):
 _EVENT = re.compile(r"(turn|log|run):([1-9][0-9]{0,5})")
 _PLACE = re.compile(r"(?:\./)?([^\s:][^:\n]{0,399}):([1-9][0-9]{0,6})")
 _PLAIN_PATH = re.compile(r"[A-Za-z0-9_.@+,~/-]{1,100}")
-_FILE_START = re.compile(r"^(?=diff --git )", re.MULTILINE)
+_CLAIMED = re.compile(r"turn|log|run|odd-name-[0-9]+")
+"""What stands before the ":" in citations of something else than a file that is called so."""
 
 
 def is_plain(path: str) -> bool:
-    """Whether a file may be called by its path. A policy chooses names: they must not read as words to the grader."""
-    return _PLAIN_PATH.fullmatch(path) is not None
+    """Whether a file may be called by its path. A policy chooses names: they must not read as words to the grader, and
+    a line of a file must not be cited as something else."""
+    return _PLAIN_PATH.fullmatch(path) is not None and _CLAIMED.fullmatch(path) is None
 
 
 def index_patch(patch: str) -> PatchIndex:
     """Parse a unified diff written by the policy's side. Never raises: files that do not parse are left out."""
     lines: list[PatchLine] = []
     odd: dict[str, str] = {}
-    for part in _FILE_START.split(patch):
+    for part in sections(patch):
         lines.extend(_lines_of(part, odd))
     return PatchIndex(lines=tuple(lines), references=frozenset(line.reference for line in lines))
 
 
 def _lines_of(part: str, odd: dict[str, str]) -> list[PatchLine]:
-    from unidiff.errors import UnidiffParseError
-    from unidiff.patch import PatchSet
-
-    if not part.strip():
-        return []
     try:
-        files = PatchSet.from_string(part)
-    except (UnidiffParseError, ValueError):
+        files = parse_section(part)
+    except PatchError:
         return []
     lines: list[PatchLine] = []
     for file in files:

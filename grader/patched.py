@@ -18,6 +18,9 @@ Tree = Mapping[str, str | None]
 MAX_LINES = 20_000
 """Patches beyond this are not applied here: parsing them would keep everybody waiting."""
 _FILE_START = re.compile(r"^(?=diff --git )", re.MULTILINE)
+_HEADER = "diff --git "
+_SECOND_NAME = re.compile(r' "?b/')
+_MOVED = re.compile(r"(?:rename|copy) (from|to) (.+)")
 _ESCAPE = re.compile(r"\\([0-7]{3}|.)", re.DOTALL)
 _ESCAPES = {"a": 7, "b": 8, "t": 9, "n": 10, "v": 11, "f": 12, "r": 13}
 _NULL = "/dev/null"
@@ -42,19 +45,69 @@ def apply_patch(files: Tree, patch: str) -> dict[str, str | None]:
         raise PatchError(f"the patch has more than {MAX_LINES} lines")
     tree = dict(files)
     for section in sections(patch):
-        for file in _parse(section):
+        for file in parse_section(section):
             _apply_file(tree, file)
     return tree
 
 
-def _parse(section: str) -> PatchSet:
+def parse_section(section: str) -> PatchSet:
+    """One file of a patch.
+
+    Raises:
+        PatchError: it does not parse.
+    """
     from unidiff.errors import UnidiffParseError
     from unidiff.patch import PatchSet
 
+    names = _ambiguous_names(section)
     try:
-        return PatchSet.from_string(section)
+        if names is None:
+            return PatchSet.from_string(section)
+        files = PatchSet.from_string(_renamed(section))
     except (UnidiffParseError, ValueError) as error:
         raise PatchError(f"the patch does not parse: {error}") from None
+    for file in files:
+        file.source_file, file.target_file = (
+            file.source_file if file.source_file == _NULL else names[0],
+            file.target_file if file.target_file == _NULL else names[1],
+        )
+    return files
+
+
+def _ambiguous_names(section: str) -> tuple[str, str] | None:
+    """The two names of a section whose first line can be read in several ways ("a/x b/y b/x b/y"): prefixed and quoted
+    as git wrote them. None where there is one way to read it, or no telling which is right.
+
+    A policy can name a folder "x b": what lies in it must be read and cited like anything else.
+    """
+    first, *rest = section.partition("\n@@ ")[0].split("\n")
+    if not first.startswith(_HEADER) or len(_SECOND_NAME.findall(first)) < 2:
+        return None
+    sides = {line[:4]: line[4:].partition("\t")[0] for line in rest if line.startswith(("--- ", "+++ "))}
+    old, new = sides.get("--- ", _NULL), sides.get("+++ ", _NULL)
+    if (old, new) != (_NULL, _NULL):
+        return (old if old != _NULL else new), (new if new != _NULL else old)
+    moved = {found[1]: found[2] for line in rest if (found := _MOVED.fullmatch(line))}
+    if moved.keys() == {"from", "to"}:
+        return _prefixed("a/", moved["from"]), _prefixed("b/", moved["to"])
+    both = first.removeprefix(_HEADER)
+    old, space, new = both[: len(both) // 2], both[len(both) // 2], both[len(both) // 2 + 1 :]
+    same = space == " " and old.replace("a/", "", 1) == new.replace("b/", "", 1)
+    return (old, new) if same else None
+
+
+def _prefixed(prefix: str, name: str) -> str:
+    return f'"{prefix}{name[1:]}' if name.startswith('"') else f"{prefix}{name}"
+
+
+def _renamed(section: str) -> str:
+    """A section with one plain name for the file, whatever its own are."""
+    head, mark, body = section.partition("\n@@ ")
+    lines = [f"{_HEADER}a/file b/file", *head.split("\n")[1:]]
+    for i, line in enumerate(lines):
+        if line.startswith(("--- ", "+++ ")) and line[4:].partition("\t")[0] != _NULL:
+            lines[i] = f"{line[:4]}{'a' if line[0] == '-' else 'b'}/file"
+    return "\n".join(lines) + mark + body
 
 
 def _apply_file(tree: dict[str, str | None], file: PatchedFile) -> None:

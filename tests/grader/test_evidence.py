@@ -7,6 +7,7 @@ from grader_parts import CLEAN, NOISY, trajectory, transcript
 from hypothesis import given
 from hypothesis import strategies as st
 
+from envs.patch import unified_diff
 from grader.candidates import Candidate
 from grader.evidence import (
     CheckResult,
@@ -166,3 +167,26 @@ def test_a_file_with_an_odd_name_is_cited_by_a_name_of_ours(name: str) -> None:
     found, dropped = resolve_all(["odd-name-1:2", f"{name}:2", "odd-name-3:1"], candidate(CLEAN + patch))
     assert [c.text for c in found] == ["odd-name-1:2"]
     assert len(dropped) == 2
+
+
+@pytest.mark.parametrize("name", ["turn", "log", "run", "odd-name-1"])
+def test_a_file_that_is_called_like_another_kind_of_citation_has_a_name_of_ours(name: str) -> None:
+    """Else its lines would be cited as turns, or as nothing, and what is held against them would not count."""
+    head = f"diff --git a/{name} b/{name}\nnew file mode 100644\n--- /dev/null\n+++ b/{name}\n@@ -0,0 +1,9 @@\n"
+    patch = head + "+x\n" * 9
+    hostile = candidate(patch + patch.replace(name, "b c"))
+    assert hostile.patch.references == {f"odd-name-{n}:{line}" for n in (1, 2) for line in range(1, 10)}
+    for line in hostile.patch.changed:
+        found = resolve(line.reference, hostile)
+        assert found is not None
+        assert found.kind is CitationKind.PATCH
+    assert resolve(f"{name}/x:1", candidate(patch.replace(name, f"{name}/x"))) is not None  # below a folder it is plain
+
+
+@pytest.mark.parametrize("name", ["x b/y.py", "a b/a b/c", "b b/b/ b/b", "\u00e4 b/\u00e4"])
+@pytest.mark.parametrize("kind", ["changed", "new", "deleted"])
+def test_a_folder_whose_name_divides_the_header_hides_nothing(name: str, kind: str) -> None:
+    old, new = ({} if kind == "new" else {name: "1\n2\n"}), ({} if kind == "deleted" else {name: "1\nzwei\n"})
+    index = index_patch(unified_diff(old, new))
+    assert {line.name for line in index.lines} == {"odd-name-1"}
+    assert len(index.changed) == 2

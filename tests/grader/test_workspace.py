@@ -318,8 +318,10 @@ def test_the_tree_of_a_patch_that_git_wrote(tmp_path: Path) -> None:
         return subprocess.run(command, cwd=tmp_path, check=True, capture_output=True).stdout.decode()
 
     base = {"keep": "1\n2\n3\n", "gone": "x\n", "no_newline": "a", "crlf": "a\r\nb\r\n", "moved": "m\n" * 20}
+    base |= {"x b/y": "1\n2\n", "x b/gone": "x\n", "y b/moved": "m b/m\n" * 20}
     git("init", "-q", ".")
     for path, content in base.items():
+        (tmp_path / path).parent.mkdir(exist_ok=True)
         (tmp_path / path).write_bytes(content.encode())
     git("-c", "core.autocrlf=false", "add", "-A")
     git("commit", "-qm", "base")
@@ -331,6 +333,14 @@ def test_the_tree_of_a_patch_that_git_wrote(tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
     (tmp_path / "link").symlink_to("/etc/passwd")
     (tmp_path / "bytes").write_bytes(b"\0\1")
+    (tmp_path / "x b/y").write_text("1\nzwei\n")
+    (tmp_path / "x b/gone").unlink()
+    (tmp_path / "x b/new y").write_text("1\n")
+    (tmp_path / "x b/empty").touch()
+    (tmp_path / "x b/ä b").mkdir()
+    (tmp_path / "x b/ä b/bytes").write_bytes(b"\0\1")
+    (tmp_path / "z b/z b").mkdir(parents=True)
+    (tmp_path / "y b/moved").rename(tmp_path / "z b/z b/moved")
     git("add", "-A")
     wanted = {
         "keep": "1\nzwei\n3\n",
@@ -340,6 +350,11 @@ def test_the_tree_of_a_patch_that_git_wrote(tmp_path: Path) -> None:
         "empty": "",
         "link": "/etc/passwd",
         "bytes": None,
+        "x b/y": "1\nzwei\n",
+        "x b/new y": "1\n",
+        "x b/empty": "",
+        "x b/ä b/bytes": None,
+        "z b/z b/moved": "m b/m\n" * 20,
     }
     for options in (["--no-renames"], ["-M"]):
         assert apply_patch(base, git("diff", "--cached", "--binary", *options, "HEAD")) == wanted
