@@ -29,6 +29,9 @@ from infra.errors import StorageError
 from rollout.trajectory import Trajectory, Transcript
 
 ARCHIVE_SUFFIX = ".json.gz"
+MAX_ARCHIVE_BYTES = 512 * 2**20
+"""One archived group, unpacked: more than its repository and transcripts can come to. A few kilobytes of gzip can hold
+what no memory holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,21 +112,46 @@ def read_archive(path: Path) -> StoredGroup:
     """Read one archived group.
 
     Raises:
-        StorageError: it is missing or damaged; names the file and what is wrong.
+        StorageError: it is missing or damaged, or does not fit together; names the file and what is wrong.
     """
     try:
-        data = json.loads(gzip.decompress(path.read_bytes()))
+        with gzip.open(path) as file:
+            text = file.read(MAX_ARCHIVE_BYTES + 1)
+        if len(text) > MAX_ARCHIVE_BYTES:
+            raise StorageError(
+                f"{path}: more than {MAX_ARCHIVE_BYTES // 2**20} MiB of text; this is no group; remove it"
+            )
+        data = json.loads(text)
         group = _ADAPTER.validate_python(data)
     except FileNotFoundError:
         raise StorageError(f"{path}: no such file; this group was not archived (telemetry.archive)") from None
     except ValidationError as error:
         raise StorageError(f"{path}: {_first(error, data)}; the file was damaged or is of another version") from None
-    except (OSError, EOFError, ZlibError, ValueError) as e:
+    except (OSError, EOFError, ZlibError, ValueError, RecursionError) as e:
         raise StorageError(f"{path}: cannot be read ({e}); remove it, or restore it from a copy") from e
-    have, want = {t.trajectory_id for t in group.transcripts}, {t.trajectory_id for t in group.trajectories}
-    if have != want:
-        raise StorageError(f"{path}: transcripts of {sorted(have)} do not match trajectories {sorted(want)}; remove it")
+    if problem := _misfit(group):
+        raise StorageError(f"{path}: {problem}; remove it")
     return group
+
+
+def _misfit(group: StoredGroup) -> str | None:
+    """What does not fit together in a group, so that no grader could be asked about it, or no label be compared."""
+    have, want = sorted(t.trajectory_id for t in group.transcripts), sorted(t.trajectory_id for t in group.trajectories)
+    if len(set(want)) != len(want):
+        return "a trajectory id is given twice"
+    if have != want:
+        return f"transcripts of {have} do not match trajectories {want}"
+    for one in group.trajectories:
+        if one.group_id != group.group_id or one.task_id != group.task.task_id:
+            return f"trajectory {one.trajectory_id!r} is of group {one.group_id!r}, task {one.task_id!r}"
+        if one.status.masked or one.passed is None:
+            return f"trajectory {one.trajectory_id!r} was not evaluated ({one.status.value})"
+    passed = {one.trajectory_id for one in group.trajectories if one.passed}
+    if not passed:
+        return "none of its trajectories has passed, and only passing ones are graded"
+    if wrong := sorted(set(group.labels or {}) - passed):
+        return f"labels: {wrong[0]!r} did not pass, and only passing ones are graded"
+    return None
 
 
 def _first(error: ValidationError, data: Any) -> str:

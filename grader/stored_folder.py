@@ -1,12 +1,14 @@
 """The folder layout of stored groups, for groups that no run of ours made: read strictly, written the same way.
 
-Everything but group.json may have been written by an agent: it is text, never a path that is followed.
+Everything but group.json may have been written by an agent: it is text, never a path that is followed. No link
+is followed either, and only plain files are read: a group from elsewhere must not show what else is on this machine.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,6 +24,8 @@ from rollout.trajectory import Status, Trajectory, Transcript, Turn
 GROUP_FILE = "group.json"
 MAX_REPO_BYTES = 64 * 2**20
 """Text of a stored repository; a task that needs more should be stored without what it does not touch."""
+MAX_FILE_BYTES = 64 * 2**20
+"""Any other file of a group."""
 
 _Score = Annotated[int, Field(ge=1, le=5, strict=True)]
 
@@ -114,14 +118,12 @@ def read_folder(folder: Path) -> StoredGroup:
         StorageError: names file, field, value and remedy.
     """
     path = folder / GROUP_FILE
-    described = _described(path)
+    described = _described(folder)
     try:
         group = _GroupFile.model_validate(described)
     except ValidationError as error:
         raise StorageError(f"{path}: {_remedied(error)}") from None
-    task = _task(
-        group.group_id, group.statement, _repository(folder / "repo"), _text(folder / "reference.patch", optional=True)
-    )
+    task = _task(group.group_id, group.statement, _repository(folder), _text(folder, "reference.patch", optional=True))
     transcripts = tuple(_transcript(folder, entry.id) for entry in group.trajectories)
     labels = group.labels
     return StoredGroup(
@@ -173,13 +175,15 @@ def write_folder(folder: Path, group: StoredGroup) -> None:
         raise StorageError(f"{folder}: cannot be written ({e}); free space or choose another folder") from e
 
 
-def _described(path: Path) -> Any:
+def _described(folder: Path) -> Any:
     try:
-        return json.loads(path.read_bytes())
-    except OSError as e:
-        raise StorageError(f"{path}: cannot be read ({e}); give a group folder (docs/grading.md)") from e
-    except ValueError as e:
-        raise StorageError(f"{path}: not JSON ({e}); mend the file (docs/grading.md shows one)") from None
+        return json.loads(_bytes(folder, GROUP_FILE))
+    except FileNotFoundError as e:
+        raise StorageError(f"{e.filename}: no such file; give a group folder (docs/grading.md)") from None
+    except (ValueError, RecursionError) as e:
+        raise StorageError(
+            f"{folder / GROUP_FILE}: not JSON ({e}); mend the file (docs/grading.md shows one)"
+        ) from None
 
 
 def _remedied(error: ValidationError) -> str:
@@ -241,24 +245,25 @@ def _task(group_id: str, statement: str, files: Mapping[str, str], reference_pat
 
 
 def _transcript(folder: Path, trajectory_id: str) -> Transcript:
-    place = folder / "trajectories" / folder_name(trajectory_id)
-    patch = _text(place / "patch.diff")
+    place = f"trajectories/{folder_name(trajectory_id)}"
+    patch = _text(folder, f"{place}/patch.diff")
     assert patch is not None
     return Transcript(
         trajectory_id=trajectory_id,
-        turns=tuple(_turns(place / "turns.jsonl")),
+        turns=tuple(_turns(folder, f"{place}/turns.jsonl")),
         patch=patch,
-        test_log=_text(place / "test_log.txt", optional=True) or "",
+        test_log=_text(folder, f"{place}/test_log.txt", optional=True) or "",
     )
 
 
-def _turns(path: Path) -> Iterator[Turn]:
-    for number, line in enumerate((_text(path, optional=True) or "").split("\n"), 1):
+def _turns(folder: Path, name: str) -> Iterator[Turn]:
+    path = folder / name
+    for number, line in enumerate((_text(folder, name, optional=True) or "").split("\n"), 1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
-        except ValueError as e:
+        except (ValueError, RecursionError) as e:
             raise StorageError(f"{path}:{number}: not JSON ({e}); write one JSON object a line") from None
         if not isinstance(row, Mapping) or not isinstance(row.get("action"), str):
             raise StorageError(f"{path}:{number}: action is missing or no text; give at least {{'action': '...'}}")
@@ -270,20 +275,53 @@ def _turns(path: Path) -> Iterator[Turn]:
         yield Turn(action=row["action"], observation=observation, exit_code=code, duration_s=0.0, response_tokens=0)
 
 
-def _text(path: Path, *, optional: bool = False) -> str | None:
+def _text(folder: Path, name: str, *, optional: bool = False) -> str | None:
     """A file's text; what is not UTF-8 survives as surrogates, as it does in a sandbox's output."""
     try:
-        return path.read_bytes().decode("utf-8", "surrogateescape")
-    except FileNotFoundError:
+        return _bytes(folder, name).decode("utf-8", "surrogateescape")
+    except FileNotFoundError as e:
         if optional:
             return None
-        raise StorageError(f"{path}: no such file; add it (an empty one if nothing was changed)") from None
+        raise StorageError(f"{e.filename}: no such file; add it (an empty one if nothing was changed)") from None
+
+
+def _bytes(folder: Path, name: str) -> bytes:
+    """A plain file below a group's folder, whole.
+
+    Raises:
+        FileNotFoundError: there is none.
+        StorageError: it cannot be read, is too long, is no plain file, or stands behind a link.
+    """
+    path = folder / name
+    try:
+        _refuse_links(folder, name)
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe is not waited for
+        with open(handle, "rb") as file:
+            about = os.fstat(handle)
+            if not stat.S_ISREG(about.st_mode):
+                raise StorageError(f"{path}: no plain file; put a file there")
+            if about.st_size > MAX_FILE_BYTES:
+                raise StorageError(f"{path}: more than {MAX_FILE_BYTES // 2**20} MiB; cut it")
+            return file.read()
+    except FileNotFoundError:
+        raise
     except OSError as e:
         raise StorageError(f"{path}: cannot be read ({e}); make it a readable file") from e
 
 
-def _repository(root: Path) -> dict[str, str]:
-    """Path -> text of every file but .git, binary files and links, which a grader could not read either."""
+def _refuse_links(folder: Path, name: str) -> None:
+    """Raises StorageError if anything on the way from a group's folder to a file in it is a link."""
+    path = folder
+    for part in Path(name).parts:
+        path = path / part
+        if path.is_symlink():
+            raise StorageError(f"{path}: a link, and those are not followed; put what it names in its place")
+
+
+def _repository(group: Path) -> dict[str, str]:
+    """Path -> text of every file but .git, binary files, links, and names that are no text: no grader could read it."""
+    root = group / "repo"
+    _refuse_links(group, "repo")
     if not root.is_dir():
         raise StorageError(f"{root}: no such folder; put the repository there that the trajectories started from")
     files: dict[str, str] = {}
@@ -300,12 +338,14 @@ def _repository(root: Path) -> dict[str, str]:
                     raise StorageError(
                         f"{root}: more than {MAX_REPO_BYTES // 2**20} MiB; leave out what the task does not touch"
                     )
+                name = path.relative_to(root).as_posix()
                 try:
+                    name.encode("utf-8")
                     text = path.read_bytes().decode("utf-8")
-                except UnicodeDecodeError:
+                except UnicodeError:
                     continue
                 if "\0" not in text:
-                    files[path.relative_to(root).as_posix()] = text
+                    files[name] = text
     except OSError as e:
         raise StorageError(f"{root}: cannot be read ({e}); make it readable") from e
     return files

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from grader.rubric import Tier
 from grader.stored import KnownGrade, StoredGroup, archive_path, read_archive, write_archive
 from grader.stored_folder import folder_name, read_folder, read_groups, write_folder
 from infra.errors import StorageError
+from rollout.trajectory import Status
 
 GOOD, BAD = (5, 5, 5, 5, 5), (2, 3, 2, 4, 4)
 
@@ -224,3 +226,109 @@ def test_groups_are_found_in_any_kind_of_folder(tmp_path: Path) -> None:
     by_hand(tmp_path / "many" / "three")
     with pytest.raises(StorageError, match="group 'mine' is there twice"):
         read_groups(tmp_path / "many")
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "group.json",
+        "reference.patch",
+        "repo",
+        "trajectories",
+        "trajectories/a",
+        "trajectories/a/patch.diff",
+        "trajectories/a/turns.jsonl",
+        "trajectories/a/test_log.txt",
+    ],
+)
+def test_no_link_of_a_group_is_followed(tmp_path: Path, place: str) -> None:
+    """A group from elsewhere would bring a file of this machine into a prompt and a report."""
+    by_hand(tmp_path / "g")
+    (tmp_path / "g" / "reference.patch").write_text("")
+    kept, link = tmp_path / "kept", tmp_path / "g" / place
+    if link.exists():
+        link.rename(kept)
+    else:
+        kept.write_text("")
+    link.symlink_to(kept)
+    with pytest.raises(StorageError, match=f"{place}: a link, and those are not followed"):
+        read_folder(tmp_path / "g")
+    link.unlink()
+    link.symlink_to(tmp_path / "nothing")
+    with pytest.raises(StorageError, match="a link"):
+        read_folder(tmp_path / "g")
+
+
+@pytest.mark.parametrize("name", ["patch.diff", "turns.jsonl", "test_log.txt"])
+def test_only_plain_files_of_some_size_are_read(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    by_hand(tmp_path)
+    path = tmp_path / "trajectories" / "a" / name
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)  # reading it would wait for ever
+    with pytest.raises(StorageError, match=f"{name}: no plain file"):
+        read_folder(tmp_path)
+    path.unlink()
+    monkeypatch.setattr("grader.stored_folder.MAX_FILE_BYTES", 2**20)
+    path.write_bytes(b"\n" * (2**20 + 1))
+    with pytest.raises(StorageError, match=f"{name}: more than 1 MiB"):
+        read_folder(tmp_path)
+
+
+def test_json_nested_too_deeply_is_named(tmp_path: Path) -> None:
+    by_hand(tmp_path)
+    deep = "[" * 100_000
+    turns = tmp_path / "trajectories" / "a" / "turns.jsonl"
+    turns.write_text(deep)
+    with pytest.raises(StorageError, match=r"turns\.jsonl:1: not JSON"):
+        read_folder(tmp_path)
+    (tmp_path / "group.json").write_text(deep)
+    with pytest.raises(StorageError, match=r"group\.json: not JSON"):
+        read_folder(tmp_path)
+    archive = tmp_path / "x.json.gz"
+    archive.write_bytes(gzip.compress(deep.encode()))
+    with pytest.raises(StorageError, match="cannot be read"):
+        read_archive(archive)
+
+
+def test_files_whose_names_are_no_text_are_left_out(tmp_path: Path) -> None:
+    by_hand(tmp_path)
+    Path(os.fsdecode(os.fsencode(tmp_path / "repo") + b"/\xff.py")).write_text("x")
+    assert set(read_folder(tmp_path).task.files) == {"shop/core.py"}
+
+
+def test_an_archive_is_not_unpacked_beyond_what_a_group_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grader.stored.MAX_ARCHIVE_BYTES", 2**20)
+    path = tmp_path / "bomb.json.gz"
+    path.write_bytes(gzip.compress(b'"' + b" " * 2**20))
+    with pytest.raises(StorageError, match="more than 1 MiB of text"):
+        read_archive(path)
+
+
+def _of_another_group(group: StoredGroup) -> dict[str, Any]:
+    first, *others = group.trajectories
+    return {"trajectories": (replace(first, group_id="g2"), *others)}
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (lambda g: {"labels": {**g.labels, "g1/2.0": KnownGrade(scores=GOOD)}}, "labels: 'g1/2.0' did not pass"),
+        (lambda g: {"labels": {"g1/9.0": KnownGrade(scores=GOOD)}}, "labels: 'g1/9.0' did not pass"),
+        (lambda g: {"trajectories": (*g.trajectories, g.trajectories[0])}, "a trajectory id is given twice"),
+        (lambda g: {"transcripts": (*g.transcripts, g.transcripts[0])}, "do not match"),
+        (lambda g: {"trajectories": g.trajectories[:2]}, "do not match"),
+        (_of_another_group, "is of group 'g2'"),
+        (
+            lambda g: {"trajectories": tuple(replace(t, passed=False) for t in g.trajectories), "labels": None},
+            "none of its trajectories has passed",
+        ),
+        (
+            lambda g: {"trajectories": tuple(replace(t, status=Status.INFRA_ENGINE) for t in g.trajectories)},
+            "was not evaluated",
+        ),
+    ],
+)
+def test_an_archive_that_does_not_fit_together_is_refused(tmp_path: Path, changed: Any, message: str) -> None:
+    group = stored()
+    with pytest.raises(StorageError, match=message):
+        read_archive(write_archive(tmp_path, replace(group, **changed(group))))
