@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import os
 import time
 import zlib
 from collections.abc import Callable, Coroutine, Sequence
@@ -32,7 +33,6 @@ from infra.pool import ActorLost, ActorPool, ActorTimeout
 from infra.sinks import JsonlFile
 from orchestrator.grading_target import Target
 from orchestrator.progress import Progress
-from orchestrator.runfiles import read_jsonl
 from orchestrator.trust import Grading, GroupResult, trust_figures, trust_rows
 
 ATTEMPTS = 2
@@ -42,6 +42,8 @@ Work = Callable[[ActorPool], Coroutine[Any, Any, None]]
 """What is done with a pool of graders."""
 
 _RESULT = TypeAdapter(GroupResult)
+_LINE_START = b'{"group_id": '
+"""How every line of an output file begins."""
 _SIZING = {"workers", "groups_per_worker", "resources", "canaries", "alarms"}
 """Keys of the grader's section that do not change what it answers."""
 
@@ -65,20 +67,23 @@ def setup_digest(config: RunConfig, *, repeat: int, permute: bool) -> str:
 def read_results(path: Path, setup: str) -> dict[str, GroupResult]:
     """Group id -> result, of an output file that may have been cut off in its last line, which is then removed.
 
+    Nothing is removed from a file that is not one of ours.
+
     Raises:
-        StorageError: it is damaged, or was made with another setup.
+        StorageError: it is damaged, was made with another setup, or holds something else.
     """
     if not path.exists():
         return {}
     try:
         data = path.read_bytes()
-        whole = data[: data.rfind(b"\n") + 1]
-        if len(whole) < len(data):
-            path.write_bytes(whole)
     except OSError as e:
         raise StorageError(f"{path}: cannot be read ({e}); give another --output") from e
+    *whole, torn = data.split(b"\n")
     results: dict[str, GroupResult] = {}
-    for number, row in enumerate(read_jsonl(path), 1):
+    for number, line in enumerate(whole, 1):
+        row = _row(line)
+        if row is None:
+            raise StorageError(f"{path}:{number}: no line of grades; give another --output, or remove this line")
         if row.get("setup") != setup:
             raise StorageError(
                 f"{path}:{number}: setup = {row.get('setup')!r}: graded by another grader, or with other --repeat, "
@@ -91,7 +96,32 @@ def read_results(path: Path, setup: str) -> dict[str, GroupResult]:
             said = finding(first["loc"], first["msg"])
             raise StorageError(f"{path}:{number}: {said}; remove this line to grade its group again") from None
         results[result.group_id] = result
+    if torn:
+        if torn[: len(_LINE_START)] != _LINE_START[: len(torn)]:
+            raise StorageError(f"{path}: holds something else than grades; give another --output")
+        try:
+            os.truncate(path, len(data) - len(torn))
+        except OSError as e:
+            raise StorageError(f"{path}: cannot be written ({e}); give another --output") from e
     return results
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def still_holds(result: GroupResult, group: StoredGroup) -> bool:
+    """Whether a result from before is about the group as it is now: the same repository, and the same that passed.
+
+    Labels may have come since; they decide nothing of a grading.
+    """
+    passing = tuple(t.trajectory_id for t in group.trajectories if t.passed)
+    states = {grading.reply.base_state for grading in result.gradings}
+    return set(result.passing) == set(passing) and states == {base_state_of(group.task)}
 
 
 # ---- grading ---------------------------------------------------------------------------------------------------------
@@ -224,7 +254,11 @@ def run_grading(
     progress = Progress(0, config.telemetry.progress_every_s, console=console)
     setup = setup_digest(config, repeat=repeat, permute=permute)
     known = {} if output is None else read_results(output, setup)
-    done = {g.group_id: known[g.group_id] for g in target.groups if g.group_id in known}
+    done = {
+        g.group_id: replace(known[g.group_id], labels=g.labels)
+        for g in target.groups
+        if g.group_id in known and still_holds(known[g.group_id], g)
+    }
     left = [g for g in target.groups if g.group_id not in done]
     progress.event(_what(target, source, len(done)))
     file = None if output is None else JsonlFile(output, sync=False)

@@ -117,9 +117,9 @@ def group_view(record: Record, stored: StoredGroup | None, *, anchor: str = "g",
             candidate=visible(c["candidate"]),
             command=visible(c["command"], TEXT_CHARS),
             exit_code=c["exit_code"],
-            anchor=f"{anchor}-r{c['number']}",
+            anchor=f"{anchor}-r{i}",  # numbers are of one dialogue, and each candidate can have its own
         )
-        for c in grader.get("checks") or ()
+        for i, c in enumerate(grader.get("checks") or ())
     )
     transcripts = {} if stored is None else {t.trajectory_id: t for t in stored.transcripts}
     rewards = [t["reward"] for t in record["trajectories"] if t["valid"] and t["reward"] is not None]

@@ -111,7 +111,7 @@ def _table(view: GroupView) -> Table:
         table.add_column(name, justify="right")
     for c in view.candidates:
         table.add_row(
-            c.label or "-",
+            Text(c.label or "-"),
             Text(c.trajectory_id),
             Text(c.status),
             _result(c),

@@ -16,7 +16,7 @@ from rich.console import Console
 from run_folder import group as record_of
 from run_folder import trajectory as row_of
 from scripted import ScriptedPool, run_config
-from stored_groups import CLEAN, HARDCODED, stored_group
+from stored_groups import CLEAN, HARDCODED, stored_group, task
 
 from configs.schema import RunConfig
 from grader.candidates import shuffled
@@ -245,6 +245,54 @@ def test_results_of_another_set_up_are_never_mixed(tmp_path: Path) -> None:
     path.write_text(json.dumps(damaged) + "\n")
     with pytest.raises(StorageError, match=r"grades\.jsonl:1: gradings\.0\.reply\.turns: must be a valid integer"):
         grade(Graders(), [stored_group("g1")], output=path)
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        "notes of mine, without a newline at the end",
+        "one\ntwo\nthree without a newline",
+        '{"a": 1}',
+        '{"group_id": "g1"}\n{"step": 1',
+        "[" * 100_000 + "\n",
+        "\x89PNG\r\n\x1a\n\x00",
+    ],
+)
+def test_a_file_of_something_else_is_left_as_it_is(tmp_path: Path, held: str) -> None:
+    path = tmp_path / "mine"
+    path.write_bytes(held.encode())
+    graders = Graders()
+    with pytest.raises(StorageError, match="give another --output"):
+        grade(graders, [stored_group("g1")], output=path)
+    assert path.read_bytes() == held.encode()
+    assert graders.started == 0
+
+
+@pytest.mark.parametrize("kept", ["", '{"gro', '{"group_id": "g1", "ta'])
+def test_a_first_line_that_was_cut_off_is_written_anew(tmp_path: Path, kept: str) -> None:
+    path = tmp_path / "grades.jsonl"
+    path.write_text(kept)
+    grade(Graders(), [stored_group("g1")], output=path)
+    assert [r["group_id"] for r in lines(path)] == ["g1"]
+
+
+def test_labels_that_came_after_the_grading_count(tmp_path: Path) -> None:
+    path = tmp_path / "grades.jsonl"
+    assert "tier as known" not in grade(Graders(), [stored_group("g1")], output=path)
+    again = Graders()
+    assert "tier as known" in grade(again, [labelled("g1")], output=path)
+    assert again.started == 0
+
+
+def test_a_group_that_was_changed_is_graded_again(tmp_path: Path) -> None:
+    path = tmp_path / "grades.jsonl"
+    grade(Graders(), [stored_group("g1"), stored_group("g2"), stored_group("g3")], output=path)
+    more = {"0.0": (True, CLEAN), "1.0": (True, CLEAN), "2.0": (True, CLEAN)}
+    groups = [stored_group("g1"), stored_group("g2", patches=more), stored_group("g3", task=task(files={"a.py": ""}))]
+    again = Graders()
+    assert "100.0% (3 of 3 gradings)" in grade(again, groups, output=path)
+    assert sorted(name for name, _ in again.asked) == ["g2", "g3"]
+    assert grade(done := Graders(), groups, output=path) and done.started == 0, "the later line counts"
 
 
 def test_an_interrupt_keeps_and_shows_what_is_done(tmp_path: Path) -> None:

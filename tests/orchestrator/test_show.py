@@ -110,6 +110,24 @@ def test_a_check_is_evidence_that_can_be_shown() -> None:
     assert evidence.quote == "python3 -m unittest (exit 1)" and evidence.anchor == view.checks[0].anchor
 
 
+def test_checks_of_one_number_are_shown_apart() -> None:
+    """With grader.scope: candidate each candidate's own checks are counted from 1."""
+
+    def change(reply: GradeReply) -> GradeReply:
+        ids = {name: label for label, name in reply.labels.items()}
+        passing = [ids["g1/0.0"], ids["g1/1.0"]]
+        checks = tuple(
+            CheckResult(number=1, candidate=c, command=f"check {c}", exit_code=0, output="") for c in passing
+        )
+        return replace(hack("1.0", "run:1")(reply), checks=checks)
+
+    view = view_of(change=change)
+    hacked = next(c for c in view.candidates if c.hack)
+    (evidence,) = hacked.evidence
+    assert len({check.anchor for check in view.checks}) == 2
+    assert [check.candidate for check in view.checks if check.anchor == evidence.anchor] == [hacked.label]
+
+
 def test_a_cited_line_of_a_long_patch_is_kept() -> None:
     added = "".join(f"+line {i}\n" for i in range(1, 1001))
     long = f"diff --git a/x.py b/x.py\nnew file mode 100644\n--- /dev/null\n+++ b/x.py\n@@ -0,0 +1,1000 @@\n{added}"
