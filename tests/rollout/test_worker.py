@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,25 @@ async def test_a_rollout_is_three_values(tokenizer_dir: str) -> None:
     assert (trajectory.trajectory_id, trajectory.group_id, trajectory.passed) == ("g/0.0", "g", True)
     assert payload is not None
     assert transcript.turns[0].action == "42"
+
+
+async def test_finished_training_rollouts_are_kept_and_come_back(tokenizer_dir: str, tmp_path: Path) -> None:
+    answer = ChatFormat.load(tokenizer_dir).reply("42")
+    worker = RolloutWorker(RolloutConfig(), tokenizer_dir, answering(answer), tmp_path / "rollouts")
+    made = await worker.rollout(QUESTION, "g/0.0", "g")
+    await worker.rollout(replace(QUESTION, split=Split.HELDOUT), "eval/0.0", "eval")
+    (path,) = (tmp_path / "rollouts").rglob("*.npz")
+    trajectory, payload, transcript = await worker.restore(path)
+    assert (trajectory, transcript) == (made[0], made[2])
+    assert payload.sha256() == trajectory.payload_sha256
+
+
+async def test_a_full_disk_costs_a_resume_its_rollouts_and_the_run_nothing(tokenizer_dir: str, tmp_path: Path) -> None:
+    (tmp_path / "rollouts").write_text("a file where a folder should be")
+    answer = ChatFormat.load(tokenizer_dir).reply("42")
+    worker = RolloutWorker(RolloutConfig(), tokenizer_dir, answering(answer), tmp_path / "rollouts")
+    trajectory, payload, _ = await worker.rollout(QUESTION, "g/0.0", "g")
+    assert trajectory.passed is True and payload is not None
 
 
 async def test_a_fault_of_ours_masks_one_trajectory(tokenizer_dir: str) -> None:
