@@ -284,8 +284,8 @@ class Run:
         taken: Sequence[KeptGroup] | None = None,
         checkpoint: Checkpoint | None = None,
     ) -> None:
-        """With `grader.canaries` in the configuration, as build.py makes them. `observer` None: the run itself. `taken`:
-        groups whose tasks count as done, if others than `kept`."""
+        """With `grader.canaries` in the configuration, as build.py makes them. `observer` None: the run itself.
+        `taken`: groups whose tasks count as done, if others than `kept`."""
         self.config = config
         self.rollout = pool(rollout, slots=8, delay_s=rollout_delay_s)
         self.grader = grader_pool(grade, slots=grade_slots, delay_s=grade_delay_s)
