@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import selectors
 from collections.abc import Callable, Coroutine
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar, TypeVarTuple
 
 from infra.errors import GagarError
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 _RESOLUTION_S = 1e-6
 """Timers this close to each other are due together. Above the rounding of times of up to 1e9 s."""
 
@@ -52,7 +53,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         """Virtual seconds since the loop was made."""
         return self._virtual.now_s
 
-    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> NoReturn:
+    def run_in_executor(self, executor: Any, func: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
         """Refused: a thread's work takes real time, and the clock would run away from it."""
         name = getattr(func, "__qualname__", repr(func))
         raise GagarError(

@@ -31,6 +31,8 @@ class SimulatedStep:
     """That ended with their groups, in whatever way."""
     fallbacks: int
     retries: int
+    ready: int
+    """Groups that wait for a later batch."""
     staleness: Mapping[int, int]
     """Trained trajectories by optimiser steps between their oldest token and their training."""
     trained_time: Mapping[str, tuple[int, float]]
@@ -112,7 +114,7 @@ class Simulation:
         """Share of the pool's slot-seconds that were used in the steady state: rollout, grading or learning."""
         low, high = self.window
         if pool == "learning":
-            return (self.steps[-1].learner_s - self._before("learner_s", 0.0)) / (high - low)
+            return float((self.steps[-1].learner_s - self._before("learner_s", 0.0)) / (high - low))
         name = "rollout_slot_s" if pool == "rollout" else "grader_slot_s"
         slots = self.trace.rollout.slots if pool == "rollout" else self.trace.grading.slots if self.trace.grading else 1
         used = sum(getattr(self.steps[-1], name).values()) - sum(self._before(name, {}).values())
@@ -147,6 +149,13 @@ class Simulation:
         drawn, drawn_s = self.drawn[name]
         return (total_s / count) / (drawn_s / drawn) - 1.0
 
+    def length_bias_error(self, name: str) -> float:
+        """Standard error of `length_bias`: what chance alone does with so many groups."""
+        rollout = self.trace.rollout
+        common, own = rollout.spread**2 * rollout.task_share, rollout.spread**2 * (1.0 - rollout.task_share)
+        variance = math.expm1(common) + math.exp(common) * math.expm1(own) / self.trace.group_size
+        return math.sqrt(variance / sum(s.trained[name] for s in self.measured))
+
     @property
     def staleness(self) -> Counter[int]:
         """Trained trajectories by staleness, over every step."""
@@ -156,6 +165,13 @@ class Simulation:
     def ended(self) -> Counter[str]:
         """Groups by outcome, over every step."""
         return sum((Counter(s.ended) for s in self.steps), Counter[str]())
+
+    @property
+    def stock(self) -> tuple[float, float]:
+        """Groups that waited for a later batch before and after the steady state, in steps' worth. Where it falls, work
+        from before makes the steps look short; where it rises, long."""
+        before = self.steps[self.trace.warmup_steps - 1].ready if self.trace.warmup_steps else 0
+        return before / self.trace.groups_per_step, self.steps[-1].ready / self.trace.groups_per_step
 
     @property
     def imbalance(self) -> float:
@@ -220,6 +236,7 @@ def step_figures(
     end_s: float,
     records: Sequence[Mapping[str, Any]],
     retries: int,
+    ready: int,
     rollout_slot_s: Mapping[str, float],
     grader_slot_s: Mapping[str, float],
     learner_s: float,
@@ -247,6 +264,7 @@ def step_figures(
         trajectories=sum(len(r["trajectories"]) for r in records),
         fallbacks=sum(r["fallback_reason"] is not None for r in records),
         retries=retries,
+        ready=ready,
         staleness=staleness,
         trained_time=times,
         dispatched=dict(dispatched),

@@ -73,6 +73,7 @@ def _overview(runs: Sequence[Simulation], bound: Ideal) -> Table:
                 f"{pool} slots busy" if pool != "learning" else "learner busy",
                 [_percent(r.occupancy(pool)) for r in runs],
             )
+    row("groups in stock, in steps (before, after)", ["{:.2f}, {:.2f}".format(*r.stock) for r in runs])
     row("staleness of trained trajectories", [_staleness(r) for r in runs])
     row("groups dropped as stale", [str(r.ended[DROPPED]) for r in runs])
     row("groups skipped", [str(sum(n for o, n in r.ended.items() if o.startswith("skipped"))) for r in runs])
@@ -97,7 +98,7 @@ def _sources(run: Simulation) -> Table:
             _percent(trained[name]),
             f"{100 * (trained[name] - target[name]):+.2f}",
             _percent(dispatched[name]),
-            f"{100 * run.length_bias(name):+.1f} %",
+            f"{100 * run.length_bias(name):+.1f} ± {100 * run.length_bias_error(name):.1f} %",
         )
     return table
 
@@ -125,6 +126,7 @@ def summary(run: Simulation) -> dict[str, Any]:
         "length_bias": {name: run.length_bias(name) for name in run.trace.sources},
         "staleness": {str(k): v for k, v in sorted(run.staleness.items())},
         "groups": dict(run.ended),
+        "stock": run.stock,
         "imbalance": run.imbalance,
         "swing": run.swing,
         "driver_cpu_ms": run.cpu_ms,

@@ -34,9 +34,13 @@ GATE_S = 5.0
 
 
 def simulate(
-    trace: TraceConfig, *, schedule: Schedule = "overlap", on_step: Callable[[SimulatedStep], None] = lambda _: None
+    trace: TraceConfig,
+    *,
+    schedule: Schedule = "overlap",
+    on_step: Callable[[SimulatedStep], None] = lambda _: None,
+    sampled: bool = True,
 ) -> Simulation:
-    """Run a trace under the virtual clock.
+    """Run a trace under the virtual clock. `sampled`: with the samples for the plots, which take a kilobyte each.
 
     `schedule`: overlap is the scheduler as it is. sequential has the same pools, but grading is a phase of its own: it
     begins when the groups of a step are collected, and no rollout goes on until it has ended.
@@ -46,7 +50,7 @@ def simulate(
     """
     with tempfile.TemporaryDirectory(prefix="gagar-simulate-") as folder:
         try:
-            return run_virtual(_simulate(trace, schedule, on_step, Path(folder)))
+            return run_virtual(_simulate(trace, schedule, on_step, sampled, Path(folder)))
         except BaseExceptionGroup as group:  # of the scheduler's loops
             error: BaseException = group.subgroup(GagarError) or group
             while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
@@ -55,7 +59,7 @@ def simulate(
 
 
 async def _simulate(
-    trace: TraceConfig, schedule: Schedule, on_step: Callable[[SimulatedStep], None], folder: Path
+    trace: TraceConfig, schedule: Schedule, on_step: Callable[[SimulatedStep], None], sampled: bool, folder: Path
 ) -> Simulation:
     config = trace.run_config()
     # The scheduler admits nothing for steps that will not come; the last step to be measured must not feel that.
@@ -70,7 +74,7 @@ async def _simulate(
     rollout = SimulatedRollouts(trace, load, engines)
     grader = SimulatedGraders(trace, load, config.algorithm.rubric) if trace.grading else None
     learner = SimulatedLearner(trace)
-    observer = _Observer(trace, rollout, grader, learner, on_step)
+    observer = _Observer(trace, rollout, grader, learner, on_step, sampled)
     ledger = Ledger()
     scheduler = Scheduler(
         config=config,
@@ -178,12 +182,14 @@ class _Observer:
         grader: SimulatedGraders | None,
         learner: SimulatedLearner,
         on_step: Callable[[SimulatedStep], None],
+        sampled: bool,
     ) -> None:
         self._trace = trace
         self._rollout = rollout
         self._grader = grader
         self._learner = learner
         self._on_step = on_step
+        self._sampled = sampled
         self._loop = asyncio.get_running_loop()
         self._ticks = 0
         self.steps: list[SimulatedStep] = []
@@ -199,6 +205,7 @@ class _Observer:
             end_s=self._loop.time(),
             records=record.records,
             retries=sum(record.retries.values()),
+            ready=scheduler.ledger.count(Stage.READY),
             rollout_slot_s=self._rollout.area.slot_s(),
             grader_slot_s=self._grader.area.slot_s() if self._grader else {},
             learner_s=self._learner.busy_s,
@@ -212,7 +219,7 @@ class _Observer:
     def on_tick(self, scheduler: Scheduler, still_s: float) -> None:
         """See Observer."""
         self._ticks += 1
-        if self._ticks % SAMPLE_EVERY_S or self.done.is_set():
+        if not self._sampled or self._ticks % SAMPLE_EVERY_S or self.done.is_set():
             return
         sources = scheduler.mixer.sources
         self.samples.append(

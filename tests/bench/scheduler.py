@@ -42,30 +42,36 @@ class Bench:
     overrides: Sequence[str]
     large: bool
 
-    def run(self, *changes: str, schedule: Schedule = "overlap", scale: float = 1.0) -> Simulation:
+    def run(
+        self, *changes: str, schedule: Schedule = "overlap", scale: float = 1.0, sampled: bool = False
+    ) -> Simulation:
         """One simulation in a fresh process."""
         trace = load(TraceConfig, self.file, [*self.overrides, *changes]).config
         if scale != 1.0:
             trace = trace.scaled(scale)
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
-            return process.submit(simulate, trace, schedule=schedule).result()
+            return process.submit(simulate, trace, schedule=schedule, sampled=sampled).result()
 
 
 def cost(bench: Bench) -> None:
-    run = bench.run()
+    run = bench.run("steps=5", "warmup_steps=2")
     show("cost at full size", [("", run)], ["cpu", "rss", "trajectories"])
 
 
 def overlap(bench: Bench) -> None:
     runs = [(s, bench.run(schedule=s)) for s in ("overlap", "sequential")]
-    show("overlap against grading after collection", runs, ["step", "ideal", "rollout", "grading", "learning", "stale"])
+    show(
+        "overlap against grading after collection",
+        runs,
+        ["step", "ideal", "stock", "rollout", "grading", "learning", "stale"],
+    )
     CONSOLE.print(f"overlap is {runs[1][1].step_s / runs[0][1].step_s:.2f} times as fast as sequential")
 
 
 def alpha(bench: Bench) -> None:
-    runs = [(f"alpha {a}", bench.run(f"scheduler.alpha={a}", "steps=15", scale=0.2)) for a in (0, 0.5, 1)]
+    runs = [(f"alpha {a}", bench.run(f"scheduler.alpha={a}", scale=0.2, sampled=True)) for a in (0, 0.5, 1)]
     show(
-        "alpha (M6.2), 15 steps, a fifth of the size", runs, ["step", "ideal", "imbalance", "swing", "stale", "dropped"]
+        "alpha (M6.2), a fifth of the size", runs, ["step", "ideal", "stock", "imbalance", "swing", "stale", "dropped"]
     )
 
 
@@ -83,7 +89,7 @@ def shares(bench: Bench) -> None:
             f"{trained:.2f}",
             f"{trained - target:+.2f}",
             f"{100 * run.dispatched_share[name]:.2f}",
-            f"{100 * run.length_bias(name):+.1f}",
+            f"{100 * run.length_bias(name):+.1f} ± {100 * run.length_bias_error(name):.1f}",
         )
     CONSOLE.print(table)
 
@@ -106,6 +112,7 @@ def linear(bench: Bench) -> None:
 FIGURES: dict[str, tuple[str, Callable[[Simulation], str]]] = {
     "step": ("step, min", lambda r: f"{r.step_s / 60:.2f}"),
     "ideal": ("step / ideal", lambda r: f"{r.step_s / ideal(r.trace).bound_s:.3f}"),
+    "stock": ("stock, steps", lambda r: "{:.2f} to {:.2f}".format(*r.stock)),
     "rollout": ("rollout busy", lambda r: f"{r.occupancy('rollout'):.1%}"),
     "grading": ("graders busy", lambda r: f"{r.occupancy('grading'):.1%}"),
     "learning": ("learner busy", lambda r: f"{r.occupancy('learning'):.1%}"),
