@@ -7,6 +7,7 @@ left behind must not colour what is seen of the next. Nothing of the record (pat
 from __future__ import annotations
 
 import asyncio
+import re
 
 from envs import workspace
 from envs.sandbox import Sandbox, SandboxProvider
@@ -18,6 +19,7 @@ from rollout.chat import truncate_middle
 
 _PATCH_PATH = "/tmp/.patch"
 _INFRA, _NO_PATCH = 90, 91
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class CheckError(ValueError):
@@ -58,8 +60,8 @@ class Checker:
         candidate = next((c for c in self._group.candidates if c.label == label), None)
         if candidate is None:
             raise CheckError(f"there is no candidate {label}")
-        if not command.strip() or "\0" in command:
-            raise CheckError("the command is empty or holds a NUL character")
+        if not command.strip() or "\0" in command or _LONE_SURROGATE.search(command):
+            raise CheckError("the command is empty, or holds a NUL character or half of a surrogate pair")
         async with self._lock:
             return await self._run(candidate, command)
 

@@ -53,10 +53,14 @@ def plain_rows(text: str) -> list[Row]:
     return [Row(mark="", text=line) for line in text.split("\n")]
 
 
+def file_lines(content: str) -> list[str]:
+    """The lines of a file."""
+    return content.removesuffix("\n").split("\n") if content else []
+
+
 def file_rows(content: str) -> list[Row]:
     """A file, numbered."""
-    lines = content.removesuffix("\n").split("\n") if content else []
-    return [Row(mark=f"{n} ", text=line) for n, line in enumerate(lines, start=1)]
+    return [Row(mark=f"{n} ", text=line) for n, line in enumerate(file_lines(content), start=1)]
 
 
 def turn_rows(turn: Turn) -> Iterator[Row]:

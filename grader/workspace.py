@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from envs.patch import unified_diff
 from grader.candidates import Candidate, CandidateGroup
 from grader.evidence import index_patch, log_lines
-from grader.pages import Page, Row, file_rows, patch_rows, plain_rows, summary_rows, turn_rows
+from grader.pages import Page, Row, file_lines, file_rows, patch_rows, plain_rows, summary_rows, turn_rows
 from grader.patched import PatchError, Tree, apply_patch
 
 MAX_FOUND = 50
@@ -111,16 +111,13 @@ class Workspace:
         count = 0
         for name in self._below(path):
             try:
-                rows = self._rows(name, brief=False)
+                hits = self._found(name, pattern)
             except WorkspaceError:
                 if name == path:
                     raise
                 continue  # a file that is not text
-            for number, row in enumerate(rows, start=1):
-                if pattern in row.text:
-                    count += 1
-                    if count <= MAX_FOUND:
-                        found.append(Row(mark=f"{name}:{number} ", text=row.text))
+            found += [Row(mark=f"{name}:{n} ", text=line) for n, line in hits[: max(MAX_FOUND - count, 0)]]
+            count += len(hits)
         if count > MAX_FOUND:
             found.append(Row(mark="", text=f"[{count - MAX_FOUND} more lines]"))
         return Page(path=f"search:{path or '/'}", rows=tuple(found) or (Row(mark="", text="[nothing found]"),))
@@ -141,6 +138,17 @@ class Workspace:
                 text = unified_diff({} if old is None else {path: old}, {} if new is None else {path: new})
                 rows += [Row(mark="| ", text=line) for line in text.rstrip("\n").split("\n")]
         return Page(path=f"diff:{a}..{b}", rows=tuple(rows) or (Row(mark="", text="[no difference]"),))
+
+    def _found(self, path: str, pattern: str) -> Sequence[tuple[int, str]]:
+        """(number, line) of the lines of one file that hold a text. Raises WorkspaceError."""
+        head, _, rest = path.partition("/")
+        tree = head if head == "repo" else f"{head}/tree" if rest.startswith("tree/") else ""
+        content = self.tree(head).get(path.removeprefix(f"{tree}/")) if tree else None
+        if content is None:
+            lines = [row.text for row in self._rows(path, brief=False)]
+        else:  # of a big repository hardly any file is worth being cut into lines
+            lines = file_lines(content) if pattern in content else []
+        return [(number, line) for number, line in enumerate(lines, start=1) if pattern in line]
 
     def _entries(self, path: str) -> Sequence[str] | None:
         head, _, rest = path.partition("/")

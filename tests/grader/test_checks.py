@@ -229,7 +229,12 @@ async def test_several_that_ask_at_once_take_turns() -> None:
 
 @pytest.mark.parametrize(
     ("name", "command", "message"),
-    [("C9", "true", "no candidate C9"), ("C1", " \n", "empty"), ("C1", "a\0b", "NUL")],
+    [
+        ("C9", "true", "no candidate C9"),
+        ("C1", " \n", "empty"),
+        ("C1", "a\0b", "NUL"),
+        ("C1", "echo \ud800", "surrogate"),
+    ],
 )
 async def test_what_cannot_be_run(name: str, command: str, message: str) -> None:
     provider = ScriptedProvider(lambda: ScriptedSandbox(fine))
