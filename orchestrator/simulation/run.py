@@ -63,7 +63,7 @@ async def _simulate(
 ) -> Simulation:
     config = trace.run_config()
     # The scheduler admits nothing for steps that will not come; the last step to be measured must not feel that.
-    later = config.scheduler.max_staleness + 1
+    later = config.scheduler.staleness + 1
     limits = config.scheduler
     if schedule == "sequential":  # groups that are held before the gate wait for their step: they are not in flight
         room = limits.max_inflight_groups + 2 * later * trace.groups_per_step

@@ -263,6 +263,19 @@ def test_grading_after_collection_is_slower_on_the_same_pools(overlap: Simulatio
     assert any(graded for _, graded in busy)
 
 
+@pytest.mark.parametrize(
+    ("change", "oldest"),
+    [({"async": False}, 0), ({"max_staleness": 1}, 1), ({"max_staleness": 2, "stale": "wait"}, 2)],
+)
+def test_no_token_older_than_allowed_is_trained(change: dict[str, Any], oldest: int) -> None:
+    """M6.4, with rollouts that take longer than a step."""
+    scheduler = {"max_inflight_groups": 64, **change}
+    run = simulate(small(rollout={"slots": 64, "spread": 0.8}, scheduler=scheduler))
+    assert max(run.staleness) <= oldest
+    if change.get("stale") == "wait":
+        assert run.ended["dropped_stale"] == 0
+
+
 def test_without_graders_nothing_is_graded() -> None:
     run = simulate(small(grading=None, steps=3, warmup_steps=1))
     assert len(run.steps) == 3 and run.occupancy("grading") == 0.0
