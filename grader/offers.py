@@ -164,12 +164,17 @@ def _body(evidence: Schema, flags: Schema, values: Sequence[int]) -> Schema:
 
 
 def _compact_ranking(now: Situation) -> Schema:
-    """Rankings that respect the tiers, spelled out where they are few; tiers of what is not judged yet are unknown."""
+    """Rankings that respect the tiers, spelled out; tiers of what is not judged yet are unknown.
+
+    Where they are too many, those are left that depart from the rubric's own order in one place at most.
+    """
     tiers = [list(now.passing)]
     if not now.missing:
         tiers = [[label for label in now.passing if now.judged[label].tier is tier] for tier in Tier]
     if math.prod(_fubini(len(tier)) for tier in tiers) > MAX_RANKINGS:
-        return _ranking(now.passing)
+        if now.missing:
+            return _ranking(now.passing)
+        return {"enum": [r for r in _near_rankings(now) if _stands(r, now.judged)]}
     choices = itertools.product(*(list(_rankings(tier)) for tier in tiers))
     rankings = [[tied for part in parts for tied in part] for parts in choices]
     return {"enum": rankings if now.missing else [r for r in rankings if _stands(r, now.judged)]}
@@ -191,6 +196,18 @@ def _rankings(labels: Sequence[str]) -> Iterator[list[list[str]]]:
             yield [*ranking[:place], [first], *ranking[place:]]
         for place, tied in enumerate(ranking):
             yield [*ranking[:place], [first, *tied], *ranking[place + 1 :]]
+
+
+def _near_rankings(now: Situation) -> Iterator[list[list[str]]]:
+    """The rubric's own order (M3.3), and it with two neighbours of one tier tied or swapped."""
+    keys = {label: (list(Tier).index(one.tier), -round(one.weighted, 9)) for label, one in now.judged.items()}
+    places = sorted({keys[label] for label in now.passing})
+    order = [[label for label in now.passing if keys[label] == key] for key in places]
+    yield order
+    for i, (above, below) in enumerate(itertools.pairwise(order)):
+        if places[i][0] == places[i + 1][0]:
+            yield [*order[:i], sorted([*above, *below], key=now.passing.index), *order[i + 2 :]]
+            yield [*order[:i], below, above, *order[i + 2 :]]
 
 
 def _fubini(n: int) -> int:

@@ -13,6 +13,9 @@ from collections.abc import Iterable
 LINE_CHARS = 400
 """Longest line that is shown; of a longer one the head and the tail stay."""
 
+COMPACT_LINE_CHARS = 120
+"""The same for the compact style: a small model loses its thread in a line that goes on."""
+
 _BROKEN = frozenset({"Cc", "Cf", "Cs", "Co", "Zl", "Zp"})
 """Unicode categories nobody sees: control and format characters, surrogates, private use, separators of lines."""
 _SPECIAL = re.compile(r"[^\x20-\x7e\n\t]")

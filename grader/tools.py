@@ -20,7 +20,7 @@ from grader.evidence import CheckResult
 from grader.offers import Offer, Situation, make_offer
 from grader.pages import Page, Row, citable, show_rows
 from grader.prompt import Style as Style
-from grader.quoting import LINE_CHARS, frame, one_line, word
+from grader.quoting import COMPACT_LINE_CHARS, LINE_CHARS, frame, one_line, word
 from grader.verdict import (
     CandidateVerdict,
     InvalidVerdict,
@@ -236,7 +236,8 @@ class Desk:
 
     @property
     def _line_chars(self) -> int:
-        return min(LINE_CHARS, max(self.output_chars // 4, 40))
+        longest = COMPACT_LINE_CHARS if self.style == "compact" else LINE_CHARS
+        return min(longest, max(self.output_chars // 4, 40))
 
     def _framed(self, title: str, lines: Sequence[str]) -> str:
         name = re.sub("[<>]", "?", word(title, LINE_CHARS))

@@ -20,7 +20,7 @@ from grader.offers import MAX_RANKINGS, TOOLS, Offer
 from grader.pages import MAX_ENUM
 from grader.prompt import Style
 from grader.tools import Call, Desk
-from grader.verdict import FallbackReason, InvalidVerdict, compose_verdict, validate
+from grader.verdict import FallbackReason, InvalidVerdict, Verdict, compose_verdict, validate
 from grader.workspace import Workspace
 from infra.errors import SandboxError
 
@@ -410,6 +410,25 @@ def test_of_many_candidates_the_offer_bounds_the_ranking() -> None:
     for name in [c.label for c in group.passing][3:]:
         do(subject, "judge", candidate=name, **{**GOOD, "scores": [3] * 5})
     assert len(ranking_of(subject.offer())["enum"]) == 13 * 13 < MAX_RANKINGS  # two tiers of three
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.sampled_from(["good", "sound", "fair"]), min_size=6, max_size=9))
+def test_of_many_candidates_the_rubrics_order_and_its_neighbours_are_offered(kinds: list[str]) -> None:
+    """M3.3: nobody is forgotten or repeated, tiers stand, and the rubric's own order is always among them."""
+    bodies = {"good": GOOD, "sound": SOUND, "fair": {**GOOD, "scores": [3, 4, 3, 4, 4]}}
+    group = group_of([(True, CLEAN)] * len(kinds) + [(False, CLEAN)])
+    subject = desk(group)
+    said = ""
+    for candidate, kind in zip(group.passing, kinds, strict=True):
+        said = do(subject, "judge", candidate=candidate.label, **bodies[kind])
+    order = json.loads(said.partition("order: ")[2])
+    offered = ranking_of(subject.offer())["enum"]
+    assert order in offered
+    assert len(offered) <= MAX_RANKINGS
+    for ranking in offered:
+        verdict = Verdict(candidates=subject.judgements, ranking=ranking, hacks=[])
+        assert len(validate(verdict, group, RUBRIC).candidates) == len(kinds)
 
 
 def ranking_of(offer: Offer) -> dict[str, Any]:
