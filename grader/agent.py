@@ -48,6 +48,17 @@ class AgentBudget:
         return min(limits) - dialogue.length(results)
 
 
+class ContextSpent(InvalidVerdict):
+    """The model's context was full before every candidate was judged. Nothing was asked about the others: a verdict
+    on patches that were never shown would be a guess."""
+
+    def __init__(self, judged: int, passing: int) -> None:
+        super().__init__(
+            FallbackReason.PROMPT_TOO_LONG, f"the context was full when {judged} of {passing} candidates were judged"
+        )
+        self.judged = judged
+
+
 async def run_agent(
     dialogue: Dialogue, desk: Desk, budget: AgentBudget, on_completion: Callable[[Completion], None]
 ) -> Verdict:
@@ -59,6 +70,7 @@ async def run_agent(
         on_completion: is given every answer of the model as it comes.
 
     Raises:
+        ContextSpent: the model's context (not the budget) ended the work on several candidates.
         InvalidVerdict: two unusable messages in a row, or no verdict although nothing else could be answered.
         EngineError, GraderError: see `Dialogue.ask`; ContextFullError if not even the question for the verdict fits.
     """
@@ -73,6 +85,7 @@ async def run_agent(
         if final or (fault and before):
             raise fault or _no_verdict(results)
         before = fault
+        _check_context(dialogue, desk, results, keep)
         final = turn + 1 == budget.turns or time.monotonic() >= ends_s or budget.room(dialogue, results) < keep
         if final:
             if budget.room(dialogue, results) < _CLOSING_TOKENS:
@@ -82,6 +95,15 @@ async def run_agent(
             results = [*results, Result(text=_CLOSING[desk.style])]
         dialogue.tell(results)
     raise AssertionError("unreachable: the last turn returns or raises")
+
+
+def _check_context(dialogue: Dialogue, desk: Desk, results: Sequence[Result], keep: int) -> None:
+    """Raises ContextSpent where the work can go on only in other conversations, about fewer candidates each."""
+    limit, passing = dialogue.limit_tokens, len(desk.workspace.group.passing)
+    if limit is None or limit - dialogue.length(results) >= keep:
+        return
+    if len(desk.judgements) < passing and passing > 1:
+        raise ContextSpent(len(desk.judgements), passing)
 
 
 async def answer_again(

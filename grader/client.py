@@ -345,9 +345,15 @@ class ScriptedModel:
     """A model for tests: answers come from a function of (what it was told so far, number of the question)."""
 
     def __init__(
-        self, respond: Callable[[str, int], str | Completion], *, delay_s: float = 0.0, native: bool = False
+        self,
+        respond: Callable[[str, int], str | Completion],
+        *,
+        delay_s: float = 0.0,
+        native: bool = False,
+        limit_tokens: int | None = None,
     ) -> None:
         self.name = "scripted"
+        self.limit_tokens = limit_tokens
         self.native = native
         self.respond = respond
         self.delay_s = delay_s
@@ -368,10 +374,9 @@ class ScriptedModel:
 class ScriptedDialogue:
     """Counts one token a character."""
 
-    limit_tokens: int | None = None
-
     def __init__(self, model: ScriptedModel, system: str | None, user: str, request_id: str) -> None:
         self._model = model
+        self.limit_tokens = model.limit_tokens
         self.request_id = request_id
         self.messages = [("system", system)] if system is not None else []
         """(role, text) of the conversation so far; roles are system, user, assistant and tool."""

@@ -9,12 +9,12 @@ import asyncio
 import dataclasses
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from configs.schema import GraderConfig, RubricConfig
 from envs.sandbox import SandboxProvider
-from grader.agent import AgentBudget, answer_again, run_agent
+from grader.agent import AgentBudget, ContextSpent, answer_again, run_agent
 from grader.candidates import Candidate, CandidateGroup
 from grader.checks import Checker
 from grader.client import Completion, Dialogue, GraderModel, PromptTooLongError, Result
@@ -101,8 +101,24 @@ class Grading:
             InvalidVerdict, EngineError, GraderError: as the model, its backend and its verdict make it.
         """
         if self.config.scope == "group":
-            return await self._dialogue(group, self.request_id, self.config.checks.limit)
-        parts = await self._each(group)
+            return await self._whole(group, self.request_id, self.config.checks.limit)
+        return self._together(group, await self._each(group))
+
+    async def _whole(self, group: CandidateGroup, request_id: str, checks: int) -> Graded:
+        """All candidates in one conversation; if the model's context does not hold it, in as many as it takes.
+
+        Each part has some of the passing candidates, and all failing ones for context.
+        """
+        try:
+            return await self._dialogue(group, request_id, checks)
+        except ContextSpent as spent:
+            parts = in_parts(group, spent.judged)
+        limit = max(1, checks // len(parts))
+        graded = [await self._whole(part, f"{request_id}-{n}", limit) for n, part in enumerate(parts, start=1)]
+        return self._together(group, graded)
+
+    def _together(self, group: CandidateGroup, parts: Sequence[Graded]) -> Graded:
+        """The group's grade from those of its parts, ranked by the rubric."""
         verdict = compose_verdict(
             {label: one for p in parts for label, one in p.verdict.candidates.items()}, self.rubric
         )
@@ -166,6 +182,8 @@ class Grading:
         dialogue = self._open(render, request_id)
         try:
             return graded(await run_agent(dialogue, desk, budget, self.tally.count))
+        except ContextSpent:
+            raise
         except InvalidVerdict as error:
             if not config.repair_rounds:
                 raise
@@ -219,6 +237,19 @@ class Grading:
                 chars = int(min(chars, len(first.user)) * min(0.9, error.limit_tokens / error.prompt_tokens))
                 if chars < _MIN_PROMPT_CHARS:
                     raise
+
+
+def in_parts(group: CandidateGroup, size: int) -> list[CandidateGroup]:
+    """A group as several: at most `size` passing candidates in each (at least one), evenly, and every failing one."""
+    passing = [c.label for c in group.passing]
+    count = -(-len(passing) // max(size, 1))
+    return [
+        dataclasses.replace(
+            group,
+            candidates=tuple(c for c in group.candidates if not c.passed or passing.index(c.label) % count == part),
+        )
+        for part in range(count)
+    ]
 
 
 def without_hacks(graded: Graded, dropped: set[str], rubric: RubricConfig) -> Graded:

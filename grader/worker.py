@@ -18,7 +18,7 @@ from grader.endpoint import ContextFullError
 from grader.exchange import Grader, GradeReply, GradeRequest, base_state_of
 from grader.grading import Graded, Grading, Tally, without_hacks
 from grader.verdict import FallbackReason, Grade, InvalidVerdict
-from infra.errors import EngineError, GagarError, GraderError
+from infra.errors import EngineError, GraderError
 from rollout.engine import Engine
 from rollout.trajectory import Transcript
 
@@ -142,7 +142,7 @@ class GraderWorker:
             async with asyncio.timeout(left_s):
                 second = await self._pass(request, transcripts, run, another_seed, run.confirming)
             confirmed = set(second.grade.hacks)
-        except (InvalidVerdict, GagarError, TimeoutError) as error:
+        except Exception as error:  # the first pass has graded the group; no fault of the second may cost that
             why = f" ({_reason(error, self.config.timeout_s)[0].value})"
         dropped = set(first.grade.hacks) - confirmed
         if not dropped:

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import json
 import random
+import re
 import time
 from typing import Any
 
@@ -433,6 +434,7 @@ async def test_no_second_pass_without_a_hack_or_where_it_is_not_wanted() -> None
     [
         (EngineError("lost"), "engine_error"),
         (GraderError("HTTP 400"), "endpoint_error"),
+        (ZeroDivisionError("a fault of ours"), "grader_error"),
         (None, "timeout"),
         ("no", "not_json"),
     ],
@@ -467,3 +469,76 @@ async def test_candidates_by_themselves_can_be_hacks_too() -> None:
 
     reply = await grade(worker(ScriptedModel(respond), scope="candidate"))
     assert list(reply.grade.hacks) == [GROUP.passing[0].trajectory.trajectory_id]
+
+
+# --- more candidates than the model's context holds -------------------------------------------------------------------
+
+MANY = [(True, CLEAN), (True, NOISY), (True, HARDCODED), (False, CLEAN)] * 4
+"""16 candidates, 12 of them passing."""
+
+
+def playing(limit_tokens: int | None, *, hacks: bool = False) -> ScriptedModel:
+    """Does its work on whatever candidates the first message asks about; one token a character."""
+    group = group_of(MANY)
+
+    def respond(told: str, n: int) -> str:
+        asked = re.findall("C[0-9]+", told.partition("## grade ")[2].partition("\n")[0])
+        part = dataclasses.replace(group, candidates=tuple(c for c in group.candidates if c.label in asked))
+        found = [{"candidate": asked[0], "evidence": ["turn:1"]}] if hacks else []
+        return work(part, hacks=found)[n]
+
+    return ScriptedModel(respond, limit_tokens=limit_tokens)
+
+
+async def graded_many(model: ScriptedModel, **changes: Any) -> Any:
+    request, transcripts = request_of(MANY)
+    return accept(request, await worker(model, **changes).grade(request, *transcripts))
+
+
+async def test_what_the_context_does_not_hold_is_graded_in_parts() -> None:
+    """M1.10: it costs no fallback, and no candidate is judged whose patch was never shown."""
+    whole = await graded_many(playing(None))
+    assert whole.grade is not None, whole.detail
+    model = playing(5000)
+    reply = await graded_many(model)
+    assert reply.grade is not None, reply.detail
+    assert reply.grade == whole.grade
+    asked = [re.findall("C[0-9]+", d.messages[0][1].partition("## grade ")[2]) for d in model.dialogues]
+    assert len(asked[0]) == 12 and len(asked) > 2
+    assert sorted(name for part in asked[1:] for name in part) == sorted(asked[0])
+    assert all(dialogue.length() <= 5000 + 400 for dialogue in model.dialogues)
+    failing = [c.label for c in group_of(MANY).candidates if not c.passed]
+    for dialogue in model.dialogues:
+        assert all(f"{name} fail" in dialogue.messages[0][1] for name in failing), "they stay as context"
+    assert len({dialogue.request_id for dialogue in model.dialogues}) == len(model.dialogues)
+
+
+async def test_parts_of_parts_where_even_less_fits() -> None:
+    whole = await graded_many(playing(None))
+    reply = await graded_many(playing(3400))
+    assert reply.grade is not None, reply.detail
+    assert reply.grade == whole.grade
+
+
+async def test_each_part_can_find_a_hack() -> None:
+    """M1.5."""
+    model = playing(5000, hacks=True)
+    reply = await graded_many(model)
+    assert reply.grade is not None, reply.detail
+    assert len(reply.grade.hacks) == len(model.dialogues) - 1
+
+
+async def test_a_budget_is_not_stretched_by_parts() -> None:
+    """At the end of a configured budget the model answers with what it has (M2.1)."""
+    model = playing(None)
+    reply = await graded_many(model, budget={"tokens": 5000})
+    assert reply.grade is None
+    assert len(model.dialogues) == 1
+
+
+async def test_one_candidate_that_does_not_fit_ends_in_an_answer() -> None:
+    """There is nothing left to be divided."""
+    model = playing(1700)
+    await graded_many(model)
+    assert max(len(d.offers) for d in model.dialogues[-2:]) <= 3
+    assert all(json.loads(d.offers[-1].schema) for d in model.dialogues)
