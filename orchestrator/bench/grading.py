@@ -1,4 +1,4 @@
-"""Groups a minute of the graders of a configuration, as many at once as they have slots."""
+"""Groups a minute and the latency of a grading with 1, 4 and 8 groups at once, in one run of the real graders."""
 
 from __future__ import annotations
 
@@ -9,12 +9,17 @@ from infra.pool import ActorPool
 from orchestrator.bench.figures import Figure, Options, figure, percentile
 from orchestrator.trust import GroupResult
 
-GROUPS = 8
+GROUPS = 16
 """Groups of one repetition; each has groups of its own, which no prefix cache has seen."""
+AT_ONCE = (1, 4, 8)
 
 
 def run(options: Options) -> list[Figure]:
-    """Built-in canaries through the real graders. Raises ConfigError where the configuration has none."""
+    """Built-in canaries through the configuration's graders, with as many slots as the last level asks for.
+
+    Raises:
+        ConfigError: the configuration has no grader.
+    """
     from grader.canary import builtin_canaries
     from orchestrator.grading import default_order_seed, grade_groups, gradings_of, with_graders
     from orchestrator.progress import Progress
@@ -22,30 +27,43 @@ def run(options: Options) -> list[Figure]:
     config = options.load()
     if config.grader is None:
         raise ConfigError(f"{options.config}: grader = null: give --config a configuration with a grader")
-    timeout_s, slots = config.grader.timeout_s, config.grader.workers * config.grader.groups_per_worker
+    grader = config.grader.model_copy(update={"workers": 1, "groups_per_worker": max(AT_ONCE)})
+    config = config.model_copy(update={"grader": grader})
     supply = builtin_canaries(0, config.algorithm.rubric)
-    todo = iter(map(supply, range(1 + GROUPS * options.times(3))))
-    rates: list[float] = []
-    latencies: list[float] = []
+    times = options.times(2)
+    todo = iter(map(supply, range(1 + GROUPS * len(AT_ONCE) * times)))
+    rates: dict[int, list[float]] = {level: [] for level in AT_ONCE}
+    latencies: dict[int, list[float]] = {level: [] for level in AT_ONCE}
+
+    async def grade(pool: ActorPool, count: int, level: int) -> list[GroupResult]:
+        results: list[GroupResult] = []
+        await grade_groups(
+            pool,
+            [next(todo) for _ in range(count)],
+            lambda g: gradings_of(g, default_order_seed(config, g.group_id), repeat=1, permute=False),
+            concurrency=level,
+            timeout_s=grader.timeout_s,
+            setup="",
+            on_result=results.append,
+        )
+        return results
 
     async def work(pool: ActorPool) -> None:
-        for repetition in range(1 + options.times(3)):
-            results: list[GroupResult] = []
-            start_s = time.perf_counter()
-            await grade_groups(
-                pool,
-                [next(todo) for _ in range(GROUPS if repetition else 1)],  # the first one warms the engine up
-                lambda g: gradings_of(g, default_order_seed(config, g.group_id), repeat=1, permute=False),
-                concurrency=slots,
-                timeout_s=timeout_s,
-                setup="",
-                on_result=results.append,
-            )
-            if repetition:
-                rates.append(60 * len(results) / (time.perf_counter() - start_s))
-                latencies.append(percentile([g.reply.run_s for r in results for g in r.gradings], 0.5))
+        await grade(pool, 1, 1)  # warms the engine up
+        for _ in range(times):
+            for level in AT_ONCE:
+                start_s = time.perf_counter()
+                results = await grade(pool, GROUPS, level)
+                rates[level].append(60 * len(results) / (time.perf_counter() - start_s))
+                latencies[level] += [g.reply.run_s for r in results for g in r.gradings]
 
     progress = Progress(0, config.telemetry.progress_every_s)
     with_graders(config, progress, work)
     progress.close()
-    return [figure(f"groups, {slots} at once", "1/min", rates), figure("one grading, median", "s", latencies)]
+    figures: list[Figure] = []
+    for level in AT_ONCE:
+        figures.append(figure(f"groups, {level} at once", "1/min", rates[level]))
+        for share in (0.5, 0.95):
+            name = f"one grading, {level} at once, p{round(100 * share)}"
+            figures.append(figure(name, "s", [percentile(latencies[level], share)]))
+    return figures
