@@ -23,6 +23,8 @@ from infra.errors import GraderError
 
 MAX_ANSWER_BYTES = 4 * 1024 * 1024
 MAX_RETRY_AFTER_S = 60.0
+_MAX_COUNT = 10**9
+"""Tokens that a server can say it counted: sums and prices of more are no numbers any more."""
 _SAID_CHARS = 300
 """How much of an error's body is repeated."""
 _SECRET_CHARS = 6
@@ -249,8 +251,8 @@ def _parse(url: str, content: bytes) -> EndpointAnswer:
             for number, call in enumerate(choice.message.tool_calls or (), start=1)
         ),
         finish_reason=choice.finish_reason,
-        prompt_tokens=max(usage.prompt_tokens, 0),
-        completion_tokens=max(usage.completion_tokens, 0),
+        prompt_tokens=min(max(usage.prompt_tokens, 0), _MAX_COUNT),
+        completion_tokens=min(max(usage.completion_tokens, 0), _MAX_COUNT),
     )
 
 

@@ -22,6 +22,7 @@ from grader.endpoint import ContextFullError
 from grader.evidence import CheckResult
 from grader.offers import Offer
 from grader.prompt import Opening, build_prompt, opening
+from grader.strict_json import MAX_CHARS
 from grader.tools import Desk
 from grader.verdict import Grade, InvalidVerdict, Verdict, compose_verdict, parse_verdict, render_verdict, validate
 from grader.workspace import Workspace
@@ -63,12 +64,13 @@ class Tally:
 
 
 def said_by(completion: Completion) -> str:
-    """An answer as it is written to a file; native calls as the JSON object that says the same."""
+    """An answer as it is written to a file; native calls as the JSON object that says the same. Of one that is longer
+    than what is read of an answer, the head."""
     text = completion.text
     if completion.calls:
         calls = [{"tool": call.name, "arguments": call.arguments} for call in completion.calls]
         text = json.dumps({"text": text, "calls": calls}, ensure_ascii=False)
-    return text.encode("utf-8", "replace").decode("utf-8")
+    return text[:MAX_CHARS].encode("utf-8", "replace").decode("utf-8")
 
 
 class Grading:

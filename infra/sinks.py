@@ -33,7 +33,10 @@ WANDB_HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")
 
 
 class JsonlFile:
-    """An append-only file of JSON lines, flushed line by line so that a killed run loses at most a torn last line."""
+    """An append-only file of JSON lines, flushed line by line so that a killed run loses at most a torn last line.
+
+    Whoever opens it again goes on behind the last whole line.
+    """
 
     def __init__(self, path: Path, *, sync: bool) -> None:
         """`sync`: each line is on the disk, not only with the operating system, before `append` returns.
@@ -44,6 +47,7 @@ class JsonlFile:
         self.path = path
         self._sync = sync
         try:
+            _end_last_line(path)
             self._file = path.open("a", encoding="utf-8")
         except OSError as e:
             raise StorageError(f"{path}: cannot be written ({e}); free space or choose another `output`") from e
@@ -64,6 +68,30 @@ class JsonlFile:
 
     def close(self) -> None:
         self._file.close()
+
+
+def _end_last_line(path: Path) -> None:
+    """Remove a torn last line, else the next one would be written into it, and neither could be read."""
+    if not path.is_file():
+        return
+    with path.open("rb+") as file:
+        end = at = file.seek(0, os.SEEK_END)
+        tail = b""
+        while at > 0 and b"\n" not in tail:
+            step = min(at, 65536)
+            at -= step
+            file.seek(at)
+            tail = file.read(step) + tail
+        last = tail[tail.rfind(b"\n") + 1 :]
+        if not last:
+            return
+        try:
+            json.loads(last)
+        except ValueError:
+            file.truncate(end - len(last))
+        else:
+            file.seek(end)
+            file.write(b"\n")
 
 
 def histogram(values: Sequence[float]) -> dict[str, list[float] | list[int]] | None:

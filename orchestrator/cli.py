@@ -221,12 +221,19 @@ def main() -> NoReturn:
     try:
         app()
     except ConfigError as error:
-        typer.echo(f"gagar: {error}", err=True)
+        typer.echo(f"gagar: {_visible(error)}", err=True)
         sys.exit(EXIT_CONFIG)
     except GagarError as error:
-        typer.echo(f"gagar: {error.boundary.value}: {error}", err=True)
+        typer.echo(f"gagar: {error.boundary.value}: {_visible(error)}", err=True)
         sys.exit(EXIT_FAILURE)
     sys.exit(0)
+
+
+def _visible(error: GagarError) -> str:
+    """What went wrong, without characters that move a cursor: messages name what stands in files from elsewhere."""
+    from orchestrator.candidate_page import visible
+
+    return visible(str(error))
 
 
 if __name__ == "__main__":

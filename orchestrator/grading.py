@@ -192,6 +192,8 @@ async def grade_groups(
 
 async def _ask(pool: ActorPool, group: StoredGroup, asked: Asked, timeout_s: float) -> Grading:
     """One grading; whatever goes wrong is a fallback, as in a run (M1.10)."""
+    from ray.exceptions import RayError
+
     start_s = time.monotonic()
     request = GradeRequest(
         group_id=group.group_id,
@@ -205,13 +207,14 @@ async def _ask(pool: ActorPool, group: StoredGroup, asked: Asked, timeout_s: flo
         try:
             reply = await pool.call("grade", request, *group.transcripts, timeout_s=timeout_s * 1.5 + 10.0)
             return Grading(permuted=asked.permuted, reply=accept(request, reply))
-        except (ActorLost, ActorTimeout) as e:
+        except (ActorLost, ActorTimeout, RayError) as e:
             if pool.occupancy()[1] == 0:
                 raise GraderError(
                     f"no grader worker is left ({e}); mend what ends them and run the command again"
                 ) from e
-            if request.attempt + 1 == ATTEMPTS:
-                lost = lost_reply(request, str(e), run_s=time.monotonic() - start_s)
+            # Ray's own: a fault in the worker, or a group that it cannot carry. Asking again would not help.
+            if isinstance(e, RayError) or request.attempt + 1 == ATTEMPTS:
+                lost = lost_reply(request, f"{type(e).__name__}: {e}", run_s=time.monotonic() - start_s)
                 return Grading(permuted=asked.permuted, reply=lost)
             request = replace(request, attempt=request.attempt + 1, submitted_unix_s=time.time())
 

@@ -60,7 +60,8 @@ def _of_run(run_dir: Path, limit: int | None) -> Target:
     groups: list[StoredGroup] = []
     seeds: dict[str, int] = {}
     missing = 0
-    for record in read_jsonl(run_dir / GROUPS):
+    # A resumed run can sample a group again that had ended after its checkpoint: the later line is about what is kept.
+    for record in {record["group_id"]: record for record in read_jsonl(run_dir / GROUPS)}.values():
         if record.get("grader") is None:
             continue
         if limit is not None and len(groups) == limit:

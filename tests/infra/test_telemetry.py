@@ -10,7 +10,7 @@ import pytest
 
 from configs.schema import WandbConfig
 from infra.errors import StorageError
-from infra.sinks import histogram, wandb_mode
+from infra.sinks import JsonlFile, histogram, wandb_mode
 from infra.spans import Span, merged, overlap_share, without
 from infra.telemetry import Telemetry
 
@@ -179,3 +179,23 @@ def test_a_wandb_failure_is_one_warning_and_the_run_goes_on(tmp_path: Path, capl
         telemetry.close()
     assert [r.message.partition(" (")[0] for r in caplog.records] == ["Weights & Biases: switched off"]
     assert len(lines(tmp_path / "metrics.jsonl")) == 5
+
+
+@pytest.mark.parametrize(
+    ("held", "kept"),
+    [
+        (b"", []),
+        (b'{"a": 1}\n', [{"a": 1}]),
+        (b'{"a": 1}\n{"a": 2, "b', [{"a": 1}]),  # killed while it wrote
+        (b'{"a": 1}\n{"a": 2}', [{"a": 1}, {"a": 2}]),
+        (b'{"a": 1}\n{"a": "' + b"x" * 200_000, [{"a": 1}]),
+        (b'{"a": "\xc3', []),
+    ],
+)
+def test_a_torn_last_line_does_not_spoil_the_next_one(tmp_path: Path, held: bytes, kept: list[dict[str, Any]]) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(held)
+    file = JsonlFile(path, sync=False)
+    file.append({"a": 3})
+    file.close()
+    assert lines(path) == [*kept, {"a": 3}]

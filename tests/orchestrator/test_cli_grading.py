@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -46,6 +47,24 @@ def test_a_damaged_group_is_one_message_and_exit_code_1(tmp_path: Path) -> None:
     done = gagar("grade", str(tmp_path), "--grader", str(CONFIG))
     assert done.returncode == 1
     assert done.stderr.startswith(f"gagar: storage: {tmp_path / 'group.json'}: trajectories is missing; add it")
+
+
+def test_a_message_about_a_file_from_elsewhere_leaves_the_terminal_alone(tmp_path: Path) -> None:
+    group = {
+        "group_id": "a",
+        "statement": "x",
+        "trajectories": [{"id": "\x1b[31ma\u202e", "passed": True}],
+        "labels": {"\x1b]0;title\x07\x1b[2J": {"scores": [9] * 5}},
+    }
+    (tmp_path / "group.json").write_text(json.dumps(group))
+    done = gagar("grade", str(tmp_path), "--grader", str(CONFIG))
+    assert done.returncode == 1
+    assert "labels.\\x1b]0;title\\x07\\x1b[2J.scores.0 = 9" in done.stderr
+    group["labels"] = {"b": {"scores": [5] * 5}}
+    (tmp_path / "group.json").write_text(json.dumps(group))
+    done = gagar("grade", str(tmp_path), "--grader", str(CONFIG))
+    assert "known are \\x1b[31ma\\u202e" in done.stderr
+    assert done.stderr.removesuffix("\n").isprintable()
 
 
 def test_show_group_prints_a_group_and_writes_its_page(tmp_path: Path) -> None:

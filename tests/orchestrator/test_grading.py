@@ -120,6 +120,7 @@ def graded_record(group_id: str, ids: list[str], order_seed: int = 41) -> dict[s
 def test_a_run_is_graded_again_in_its_own_orders(tmp_path: Path) -> None:
     ends = ["0.0", "1.0", "2.0"]
     records = [
+        graded_record("g1", ends, 40),  # it ended, was not yet in a checkpoint, and was sampled again after a resume
         graded_record("g1", ends, 41),
         record_of("ungraded", [row_of("ungraded/0", True)]),
         graded_record("unarchived", ends),
@@ -134,7 +135,7 @@ def test_a_run_is_graded_again_in_its_own_orders(tmp_path: Path) -> None:
     assert target.order_seeds == {"g1": 41, "g2": 43}
     assert target.missing == 2, "an archive of an earlier sampling is not the group's"
     assert [g.group_id for g in load_target(str(tmp_path), CONFIG, 1).groups] == ["g1"]
-    (tmp_path / "groups.jsonl").write_text(json.dumps(records[2]) + "\n")
+    (tmp_path / "groups.jsonl").write_text(json.dumps(records[3]) + "\n")
     with pytest.raises(StorageError, match=r"none of its graded groups is archived \(1 are not\)"):
         load_target(str(tmp_path), CONFIG)
 
@@ -333,6 +334,22 @@ def test_a_lost_grader_is_asked_once_more_and_then_a_fallback() -> None:
     shown = grade(Graders(dies), [stored_group("g1"), stored_group("g2")])
     assert sorted(attempts) == [0, 0, 1, 1]
     assert "50.0% (1 of 2 gradings)" in shown and "fallback: worker_lost" in shown
+
+
+def test_what_ray_cannot_carry_costs_one_group_alone() -> None:
+    """M1.10."""
+    from ray.exceptions import RayTaskError
+
+    grader = ScriptedGrader()
+
+    def broken(request: GradeRequest, *transcripts: Any) -> GradeReply:
+        if request.group_id == "g2":
+            raise RayTaskError("grade", "the worker's traceback", ValueError("a fault of ours"))
+        return grader.reply(request, *transcripts)
+
+    shown = grade(Graders(broken), [stored_group(f"g{i}") for i in (1, 2, 3)])
+    assert "66.7% (2 of 3 gradings)" in shown
+    assert "fallback: worker_lost" in shown
 
 
 def test_without_any_grader_left_it_ends_with_what_was_done(tmp_path: Path) -> None:
