@@ -7,6 +7,7 @@ in the file.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from typing import Any
 from configs.schema import AdvantageMode, CanaryConfig, RubricConfig, RunConfig
 from grader.canary import Canary, SupplyCanary, builtin_canaries, canary_record, stored_canaries
 from grader.exchange import GradeReply
+from grader.verdict import FallbackReason
+from infra.errors import StorageError
 from infra.sinks import JsonlFile
 from orchestrator.runfiles import CANARIES, read_jsonl
 
@@ -74,6 +77,25 @@ class Canaries:
         return line
 
 
+def read_past(path: Path) -> list[dict[str, Any]]:
+    """The lines of canaries.jsonl of a run that goes on.
+
+    Raises:
+        StorageError: one of them says something else than `canary_record` does.
+    """
+    lines = read_jsonl(path)
+    for number, line in enumerate(lines, 1):
+        numbers = [line.get("tier_agreement"), line.get("kendall_tau_b")]
+        if not (
+            type(line.get("canary")) is int
+            and line.get("fallback_reason") in (None, *FallbackReason)
+            and all(value is None or (isinstance(value, int | float) and math.isfinite(value)) for value in numbers)
+            and {"fallback_reason", "tier_agreement", "kendall_tau_b"} <= line.keys()
+        ):
+            raise StorageError(f"{path}:{number}: no line about a canary; remove it to go on without what it said")
+    return lines
+
+
 def make_canaries(config: RunConfig, run_dir: Path) -> Canaries | None:
     """The canaries of a run, continued where canaries.jsonl ends; None if it grades none.
 
@@ -85,5 +107,5 @@ def make_canaries(config: RunConfig, run_dir: Path) -> Canaries | None:
         return None
     path = grader.canaries.path
     supply = builtin_canaries(config.seed, rubric) if path is None else stored_canaries(Path(path))
-    past = read_jsonl(run_dir / CANARIES)
+    past = read_past(run_dir / CANARIES)
     return Canaries(grader.canaries, supply, JsonlFile(run_dir / CANARIES, sync=False), rubric, past=past)

@@ -29,7 +29,7 @@ from infra.pool import ActorLost
 from infra.sinks import JsonlFile
 from infra.telemetry import Telemetry
 from orchestrator.alarms import Alarm, GraderWatch
-from orchestrator.canaries import Canaries, make_canaries
+from orchestrator.canaries import Canaries, make_canaries, read_past
 from orchestrator.checkpoint import LOGS
 from orchestrator.observer import RunObserver
 from orchestrator.progress import Progress
@@ -476,3 +476,31 @@ def test_an_alarm_is_one_line_on_the_console_and_an_alert(tmp_path: Path) -> Non
         ("scripted: ALARM fallback_rate", "3 of 4"),
         ("scripted: alarm fallback_rate is over", "2 of 4"),
     ]
+
+
+GOOD_LINE = {"canary": 0, "fallback_reason": None, "tier_agreement": 0.5, "kendall_tau_b": None}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"canary": None},
+        {"canary": "1"},
+        {"fallback_reason": "bored"},
+        {"fallback_reason": ["timeout"]},
+        {"tier_agreement": "high"},
+        {"kendall_tau_b": float("nan")},
+    ],
+)
+def test_a_log_that_was_damaged_is_named_when_a_run_goes_on(tmp_path: Path, changes: dict[str, Any]) -> None:
+    path = tmp_path / "canaries.jsonl"
+    assert read_past(path) == []
+    path.write_text(json.dumps(GOOD_LINE) + "\n" + json.dumps({**GOOD_LINE, "fallback_reason": "timeout"}) + "\n")
+    assert len(read_past(path)) == 2
+    with path.open("a") as file:
+        file.write(json.dumps({**GOOD_LINE, **changes}) + "\n")
+    with pytest.raises(StorageError, match=r"canaries\.jsonl:3: no line about a canary; remove it"):
+        read_past(path)
+    path.write_text("{}\n")
+    with pytest.raises(StorageError, match=r"canaries\.jsonl:1"):
+        read_past(path)
