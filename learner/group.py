@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import itertools
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -21,15 +22,15 @@ from infra.errors import GagarError, LearnerError
 from infra.placement import Together, actor_options, asks
 from learner.loss import token_weights
 from learner.packing import Sample, plan
-from learner.phases import BACKWARD, FORWARD, OPTIMIZER, PACK
-from learner.rank import Applied, Objective, RankCore, TokenSums, check_learner, open_store
-from rollout.trajectory import Payload
+from learner.payloads import PayloadsLost, hold, hold_what_is_left, is_loss
+from learner.rank import Objective, RankCore, check_learner
+from learner.rank_setup import open_store
+from learner.stats import Result, StepStats, step_stats
 
 if TYPE_CHECKING:
     from rollout.engine_pool import EnginePool, TransferTarget
 
-_Result = tuple[TokenSums, Applied, dict[str, float]]
-"""What a rank returns of a step: sums, what the optimiser did, seconds by part."""
+__all__ = ["BatchItem", "LearnerGroup", "PayloadsLost", "StepStats"]
 
 _RESUME = "the last checkpoint is intact: run the same command with --resume"
 
@@ -47,45 +48,8 @@ class BatchItem:
     total_tokens: int
     payload: Any
     """ObjectRef[Payload], or the Payload itself."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepStats:
-    """One optimiser step. Means and shares are over the batch's response tokens."""
-
-    loss: float
-    grad_norm: float
-    """Global norm before clipping; inf or nan where the step was skipped."""
-    lr: float
-    skipped: bool
-    """The gradient was not finite: weights, optimiser and warm-up are as they were before."""
-    entropy: float
-    """Mean entropy where a token was sampled, in nats, at the sampling temperature."""
-    ratio_mean: float
-    ratio_masked_share: float
-    """Share of tokens without gradient: outside the bounds, or clipped (M5.1)."""
-    logprob_gap_mean: float | None
-    """Mean |log pi_theta - log mu| over tokens that the weights trained here sampled themselves, where the two should
-    be equal; None if the batch has none."""
-    logprob_gap_max: float | None
-    tokens: int
-    """All tokens that were run, prompts and observations included."""
-    response_tokens: int
-    sequences: int
-    microbatches: int
-    """Rows of one rank."""
-    row_fill: float
-    """Tokens in the rows / room in them."""
-    rank_balance: float
-    """Mean tokens of a rank / tokens of the fullest one; 1 is even."""
-    padded_factor: float
-    """Tokens that padding every sequence to the longest would have run / tokens that packing ran."""
-    step_s: float
-    pack_s: float | None = None
-    """This and the following: parts of the step, summed over micro-batches, of the slowest rank (learner/phases.py)."""
-    forward_s: float | None = None
-    backward_s: float | None = None
-    optimizer_s: float | None = None
+    file: Path | None = None
+    """Where its rollout worker has kept it, should the payload be lost with its node."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +57,7 @@ class _Share:
     """One sequence of a rank's share."""
 
     payload: int
-    """Index into the payloads that travel with the call."""
+    """Position among the payloads that the rank holds."""
     advantage: float
     weight: float
     response_tokens: int
@@ -178,7 +142,12 @@ class LearnerGroup:
         self.start_s = time.monotonic() - self._started_s
 
     async def train_step(self, items: Sequence[BatchItem], *, lr_scale: float = 1.0) -> StepStats:
-        """One optimiser step over the batch; masked trajectories must have left it (M1.3)."""
+        """One optimiser step over the batch; masked trajectories must have left it (M1.3).
+
+        Raises:
+            PayloadsLost: some cannot be had any more; nothing was done, and the next step may be another one.
+            LearnerError: anything else; the group has to be started anew.
+        """
         start_s = time.monotonic()
         if not items:
             raise LearnerError("a step needs at least one trajectory; the batch is empty")
@@ -190,12 +159,35 @@ class LearnerGroup:
         weights = token_weights(
             self._aggregation, [item.response_tokens for item in items], [item.group_id for item in items]
         )
-        refs = []
-        for handle, rows in zip(self._started(), layout, strict=True):
-            shares, payloads = _shares(items, weights, rows)
-            refs.append(handle.run.remote(_step, shares, self.version, lr_scale, *payloads))
-        results: list[_Result] = await self._gather(refs, "train_step")
-        return _stats(results, layout, lengths, self.config.max_tokens_per_microbatch, time.monotonic() - start_s)
+        await self._fetch(items, layout)
+        refs = [
+            handle.run.remote(_step, _shares(items, weights, rows), self.version, lr_scale)
+            for handle, rows in zip(self._started(), layout, strict=True)
+        ]
+        results: list[Result] = await self._gather(refs, "train_step")
+        return step_stats(results, layout, lengths, self.config.max_tokens_per_microbatch, time.monotonic() - start_s)
+
+    async def _fetch(self, items: Sequence[BatchItem], layout: Sequence[Sequence[Sequence[int]]]) -> None:
+        """Every rank holds the payloads of its share. Raises PayloadsLost."""
+
+        async def one(rank: int, mine: Sequence[BatchItem]) -> dict[str, str]:
+            run = self._started()[rank].run
+            try:
+                await run.remote(hold, *(item.payload for item in mine))
+                return {}
+            except RayError as error:
+                if not is_loss(error):
+                    raise self._failure(error, rank, "fetching payloads") from error
+            call = run.remote(hold_what_is_left, [item.payload for item in mine], [item.file for item in mine])
+            gone: dict[int, str] = await self._result(call, rank, "fetching payloads")
+            return {mine[index].trajectory_id: why for index, why in gone.items()}
+
+        from ray.exceptions import RayError
+
+        shares = [[items[index] for row in rows for index in row] for rows in layout]
+        reports = await asyncio.gather(*(one(rank, mine) for rank, mine in enumerate(shares)))
+        if reasons := {name: why for report in reports for name, why in report.items()}:
+            raise PayloadsLost(reasons)
 
     async def save(self, folder: str | Path) -> None:
         """Writes weights, optimiser state and counters into an existing or new folder that all ranks can reach."""
@@ -244,23 +236,29 @@ class LearnerGroup:
         return list(await asyncio.gather(*(self._result(ref, rank, doing) for rank, ref in enumerate(refs))))
 
     async def _result(self, ref: Any, rank: int, doing: str) -> Any:
-        from ray.exceptions import ActorDiedError, RayError, RayTaskError
+        from ray.exceptions import RayError
 
-        name = f"learner rank {rank} of {self.config.world_size}"
         try:
             return await ref
-        except RayTaskError as error:
+        except RayError as error:
+            raise self._failure(error, rank, doing) from error
+
+    def _failure(self, error: Exception, rank: int, doing: str) -> LearnerError:
+        """What Ray says of a rank's call, for the user."""
+        from ray.exceptions import ActorDiedError, RayTaskError
+
+        name = f"learner rank {rank} of {self.config.world_size}"
+        if isinstance(error, RayTaskError):
             cause = error.cause
             if isinstance(cause, GagarError):
-                raise LearnerError(f"{name}: {cause.message}") from error
-            raise LearnerError(f"{name} failed in {doing} ({type(cause).__name__}: {cause}); {_RESUME}") from error
-        except ActorDiedError as error:
-            raise LearnerError(
+                return LearnerError(f"{name}: {cause.message}")
+            return LearnerError(f"{name} failed in {doing} ({type(cause).__name__}: {cause}); {_RESUME}")
+        if isinstance(error, ActorDiedError):
+            return LearnerError(
                 f"{name} died in {doing}; look for a kill for memory in its node's log (fewer "
                 f"learner.max_tokens_per_microbatch need less), then {_RESUME}"
-            ) from error
-        except RayError as error:
-            raise LearnerError(f"{name} was lost in {doing} ({error}); {_RESUME}") from error
+            )
+        return LearnerError(f"{name} was lost in {doing} ({error}); {_RESUME}")
 
     def _reserve(self) -> Together | None:
         """All ranks or none: a placement group where there is more than one rank and they ask for anything."""
@@ -283,27 +281,22 @@ def _absolute(folder: str | Path) -> str:
     return str(Path(folder).absolute())  # the ranks have other working directories
 
 
-def _shares(
-    items: Sequence[BatchItem], weights: Sequence[float], rows: Sequence[Sequence[int]]
-) -> tuple[list[list[_Share]], list[Any]]:
-    """One rank's rows, and the payloads (or references to them) that its call carries."""
-    payloads: list[Any] = []
-    shares: list[list[_Share]] = []
-    for row in rows:
-        shares.append([])
-        for index in row:
-            item = items[index]
-            shares[-1].append(
-                _Share(
-                    payload=len(payloads),
-                    advantage=item.advantage,
-                    weight=weights[index],
-                    response_tokens=item.response_tokens,
-                    trajectory_id=item.trajectory_id,
-                )
+def _shares(items: Sequence[BatchItem], weights: Sequence[float], rows: Sequence[Sequence[int]]) -> list[list[_Share]]:
+    """One rank's rows; their payloads are those that it holds, in the same order."""
+    position = itertools.count()
+    return [
+        [
+            _Share(
+                payload=next(position),
+                advantage=items[index].advantage,
+                weight=weights[index],
+                response_tokens=items[index].response_tokens,
+                trajectory_id=items[index].trajectory_id,
             )
-            payloads.append(item.payload)
-    return shares, payloads
+            for index in row
+        ]
+        for row in rows
+    ]
 
 
 def _publish(core: RankCore, target: TransferTarget, version: int) -> tuple[float, dict[str, Any] | None]:
@@ -325,10 +318,9 @@ def _import_publishing(_: RankCore) -> None:
         import rollout.weight_transfer  # noqa: F401
 
 
-def _step(
-    core: RankCore, rows: Sequence[Sequence[_Share]], version: int, lr_scale: float, *payloads: Payload
-) -> _Result:
-    """Runs on a rank."""
+def _step(core: RankCore, rows: Sequence[Sequence[_Share]], version: int, lr_scale: float) -> Result:
+    """Runs on a rank that holds the payloads, and lets them go."""
+    payloads, core.payloads = core.payloads, ()
     for share in (share for row in rows for share in row):
         counted = int(payloads[share.payload].loss_mask.sum())
         if counted != share.response_tokens:  # the denominators of the whole batch would be wrong
@@ -342,43 +334,3 @@ def _step(
     ]
     sums, applied = core.step(samples, version=version, lr_scale=lr_scale)
     return sums, applied, core.phases.take()
-
-
-def _stats(
-    results: Sequence[_Result],
-    layout: Sequence[Sequence[Sequence[int]]],
-    lengths: Sequence[int],
-    max_tokens: int,
-    step_s: float,
-) -> StepStats:
-    sums = [result[0] for result in results]
-    applied = results[0][1]
-    counted = max(1, sum(part.tokens for part in sums))
-    fresh = sum(part.fresh for part in sums)
-    tokens = sum(lengths)
-    loads = [sum(lengths[index] for row in rows for index in row) for rows in layout]
-    used = sum(1 for rows in layout for row in rows if row)
-    slowest = {part: max(r[2].get(part, 0.0) for r in results) for part in (PACK, FORWARD, BACKWARD, OPTIMIZER)}
-    return StepStats(
-        loss=sum(part.loss for part in sums),
-        grad_norm=applied.grad_norm,
-        lr=applied.lr,
-        skipped=applied.skipped,
-        entropy=sum(part.entropy for part in sums) / counted,
-        ratio_mean=sum(part.ratio for part in sums) / counted,
-        ratio_masked_share=sum(part.masked for part in sums) / counted,
-        logprob_gap_mean=sum(part.gap for part in sums) / fresh if fresh else None,
-        logprob_gap_max=max(part.gap_max for part in sums) if fresh else None,
-        tokens=tokens,
-        response_tokens=sum(part.tokens for part in sums),
-        sequences=len(lengths),
-        microbatches=len(layout[0]),
-        row_fill=tokens / (used * max_tokens),
-        rank_balance=tokens / (len(loads) * max(loads)),
-        padded_factor=len(lengths) * max(lengths) / tokens,
-        step_s=step_s,
-        pack_s=slowest[PACK],
-        forward_s=slowest[FORWARD],
-        backward_s=slowest[BACKWARD],
-        optimizer_s=slowest[OPTIMIZER],
-    )
