@@ -92,9 +92,11 @@ class _Choice(BaseModel):
 
 
 class _Usage(BaseModel):
+    """What a server does not count it leaves out, or gives as null."""
+
     model_config = ConfigDict(extra="ignore")
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
 
 
 class _Answer(BaseModel):
@@ -251,9 +253,13 @@ def _parse(url: str, content: bytes) -> EndpointAnswer:
             for number, call in enumerate(choice.message.tool_calls or (), start=1)
         ),
         finish_reason=choice.finish_reason,
-        prompt_tokens=min(max(usage.prompt_tokens, 0), _MAX_COUNT),
-        completion_tokens=min(max(usage.completion_tokens, 0), _MAX_COUNT),
+        prompt_tokens=_count(usage.prompt_tokens),
+        completion_tokens=_count(usage.completion_tokens),
     )
+
+
+def _count(tokens: int | None) -> int:
+    return min(max(tokens or 0, 0), _MAX_COUNT)
 
 
 def _arguments(value: str | dict[str, Any] | None) -> str:

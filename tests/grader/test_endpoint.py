@@ -389,13 +389,19 @@ async def test_a_server_that_repeats_the_key_does_not_bring_it_into_a_message(st
     assert "sk-" not in str(raised.value)
 
 
-async def test_absurd_counts_stay_numbers() -> None:
+@pytest.mark.parametrize(
+    ("usage", "counts"),
+    [
+        ({"prompt_tokens": 10**400, "completion_tokens": -5}, (10**9, 0)),
+        ({"prompt_tokens": None, "completion_tokens": 3}, (0, 3)),
+    ],
+)
+async def test_absurd_counts_stay_numbers(usage: dict[str, Any], counts: tuple[int, int]) -> None:
     """A sum of tokens times a price must not be what ends a grading, or a run."""
-    usage = {"prompt_tokens": 10**400, "completion_tokens": -5}
 
     async def answer(request: web.Request, n: int) -> web.StreamResponse:
         return completion(usage=usage)
 
     async with serving(answer) as server:
         found = await ask(endpoint(server.url))
-    assert (found.prompt_tokens, found.completion_tokens) == (10**9, 0)
+    assert (found.prompt_tokens, found.completion_tokens) == counts
