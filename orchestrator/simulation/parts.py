@@ -158,11 +158,9 @@ class SimulatedRollouts(SimulatedPool):
         return self._trajectory(task, trajectory_id, group_id, attempt, first), [trajectory_id, trajectory_id]
 
     def _draw(self, task: Task, trajectory_id: str, group_id: str) -> Attempt:
-        draw, left = self._groups.get(group_id) or (self._load.group(task.source, group_id), self._group_size)
-        if left > 1:
+        draw, left = self._groups.pop(group_id, None) or (self._load.group(task.source, group_id), self._group_size)
+        if left > 1 and trajectory_id.endswith(".0"):  # a group's first attempts start one after another
             self._groups[group_id] = (draw, left - 1)
-        else:
-            self._groups.pop(group_id, None)
         attempt = self._load.attempt(draw, task.source, trajectory_id)
         if not attempt.lost:
             drawn = self.time_s[task.source]

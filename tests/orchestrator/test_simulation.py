@@ -88,7 +88,7 @@ def test_errors_name_line_key_value_and_remedy(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ("sources.chat.share_percent=8", "share_percent sum to 101; make them sum to 100"),
-        ("warmup_steps=9", "raise steps"),
+        ("warmup_steps=16", "raise steps"),
         ("groups_per_step=5", "leaves no group to"),
     ],
 )
