@@ -158,7 +158,8 @@ class SimulatedRollouts(SimulatedPool):
         return self._trajectory(task, trajectory_id, group_id, attempt, first), [trajectory_id, trajectory_id]
 
     def _draw(self, task: Task, trajectory_id: str, group_id: str) -> Attempt:
-        draw, left = self._groups.pop(group_id, None) or (self._load.group(task.source, group_id), self._group_size)
+        kept = self._groups.pop(group_id, None)
+        draw, left = kept or (self._load.group(task.source, group_id), self._group_size)
         if left > 1 and trajectory_id.endswith(".0"):  # a group's first attempts start one after another
             self._groups[group_id] = (draw, left - 1)
         attempt = self._load.attempt(draw, task.source, trajectory_id)
