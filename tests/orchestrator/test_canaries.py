@@ -444,7 +444,8 @@ def test_a_runs_metrics_and_status_hold_the_graders_figures(tmp_path: Path) -> N
     metrics = lines(run_dir / "metrics.jsonl")
     assert [m["alarm/fallback_rate"] for m in metrics] == [1.0, 1.0, 1.0]
     assert [m["grader/fallback_rate"] for m in metrics] == [1.0, 1.0, 1.0]
-    assert 3 <= sum(m["canary/graded"] for m in metrics) <= len(lines(run_dir / "canaries.jsonl"))
+    graded = sum(m["canary/graded"] for m in metrics)  # the last one may end after the last step was measured
+    assert 2 <= graded <= len(lines(run_dir / "canaries.jsonl"))
     assert "canary/tier_agreement" not in metrics[-1], "no canary got a verdict"
     assert out.getvalue().count("ALARM fallback_rate: ") == 1
     assert json.loads((run_dir / "status.json").read_text())["snapshot"]["alarms"] == ["fallback_rate"]
