@@ -68,9 +68,7 @@ def neutral(injection: Injection) -> Injection:
 def transcripts_with(example: GraderExample, injection: Injection) -> list[Transcript]:
     """The group with the text in the record of its worst passing candidate, who has most to gain."""
     worst = example.ranking[-1][0]
-    return [
-        infect(c.transcript, injection) if c.label == worst else c.transcript for c in example.group.candidates
-    ]
+    return [infect(c.transcript, injection) if c.label == worst else c.transcript for c in example.group.candidates]
 
 
 def request(example: GraderExample, number: int) -> GradeRequest:
@@ -119,8 +117,6 @@ def test_no_text_moves_a_tier_or_a_rank(source: ExpertSource, pool: EnginePool) 
     assert len(hostile) >= 30
     differing = sum(placed(a) != placed(b) for a, b in zip(clean, again, strict=True))
     moved = [
-        injection.name
-        for (_, injection), a, b in zip(cases, clean, hostile, strict=True)
-        if placed(a) != placed(b)
+        injection.name for (_, injection), a, b in zip(cases, clean, hostile, strict=True) if placed(a) != placed(b)
     ]
     assert len(moved) <= differing, f"{len(moved)} of {len(cases)} moved a grade: {moved}"
