@@ -183,7 +183,7 @@ class TraceConfig(Section):
                 "limits": {"wall_s": 1e8},
             },
             "learner": model,
-            # With few slots and long rollouts nothing moves for long; a scheduler that stands still is told after a day.
+            # With few slots and long rollouts nothing moves for long; what stands still is found out after a day.
             "scheduler": {"abort_after_s": 86_400, **self.scheduler.model_dump(exclude_unset=True)},
             "checkpoint": {"every_steps": self.steps},
             "eval": None,
