@@ -522,6 +522,12 @@ def mixing(config: RunConfig) -> Iterator[Problem]:
     if not config.scheduler.asynchronous:
         why = "scheduler.asynchronous = false trains on tokens of the current weights only"
         yield from _idle(config, "scheduler.max_staleness", why)
+    elif not config.scheduler.overlap:
+        yield _problem(
+            config,
+            "scheduler.overlap",
+            "needs steps that do not overlap either; set scheduler.asynchronous to false, and remove max_staleness",
+        )
     for name, source in config.sources.items():
         if source.max_concurrency is not None and source.min_concurrency > source.max_concurrency:
             yield _problem(

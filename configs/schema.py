@@ -652,6 +652,9 @@ class SchedulerConfig(Section):
     asynchronous: Flag = True
     """false: strictly on-policy. Nothing is sampled for a later step before the weights of this one are published, and
     only tokens of the current weights are trained on. Can also be written `async`."""
+    overlap: Flag = True
+    """false: the stages of a step take turns, for comparison. Nothing is graded before all its rollouts have ended, and
+    nothing is trained on before all its groups are graded. Needs asynchronous: false."""
     alpha: Probability = 0.5
     """Dispatch weight: 1 follows the quotas, 0 what is still missing in this step (M6.2)."""
     oversampling: OversamplingConfig | None = None

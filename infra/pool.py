@@ -260,8 +260,10 @@ class ActorPool:
 
     def _release(self, member: Member) -> None:
         member.busy -= 1
-        if member.busy == 0 and member.state is ActorState.DRAINING:
-            member.idle.set()
+        if member.state is ActorState.DRAINING:
+            self._notify()
+            if member.busy == 0:
+                member.idle.set()
         self._hand_out()
 
     def _free(self) -> Member | None:

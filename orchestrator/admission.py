@@ -62,13 +62,15 @@ class Admission:
         *,
         group_size: int,
         longest_tokens: int,
-        sequences: int | None = None,
-        kv_tokens: int | None = None,
+        engines: int = 1,
+        sequences_per_engine: int | None = None,
+        kv_tokens_per_engine: int | None = None,
     ) -> None:
-        """`longest_tokens`: limit of one rollout. `sequences`: rollouts that all engines decode at once; `kv_tokens`:
-        room in all their KV caches; None where a bound is not known."""
-        self.sequences = sequences
-        self.kv_tokens = kv_tokens
+        """`longest_tokens`: limit of one rollout. Of one engine, the sequences that it decodes at once and the room in
+        its KV cache; None where a bound is not known."""
+        self._engines = engines
+        self._sequences_per_engine = sequences_per_engine
+        self._kv_tokens_per_engine = kv_tokens_per_engine
         self._group_size = group_size
         self._longest = longest_tokens
         self._lengths = {source: Length() for source in sources}
@@ -76,15 +78,28 @@ class Admission:
     @classmethod
     def of(cls, config: RunConfig, *, kv_tokens_per_engine: int | None = None) -> Admission:
         """As a run's configuration says; `kv_tokens_per_engine` where the configuration does not give it."""
-        replicas = config.engine.replicas
-        kv_tokens = config.scheduler.kv_tokens_per_engine or kv_tokens_per_engine
         return cls(
             config.sources,
             group_size=config.algorithm.group_size,
             longest_tokens=config.rollout.limits.max_total_tokens,
-            sequences=replicas * config.engine.max_num_seqs,
-            kv_tokens=None if kv_tokens is None else replicas * kv_tokens,
+            engines=config.engine.replicas,
+            sequences_per_engine=config.engine.max_num_seqs,
+            kv_tokens_per_engine=config.scheduler.kv_tokens_per_engine or kv_tokens_per_engine,
         )
+
+    def resize(self, engines: int) -> None:
+        """So many engines serve now. One always counts: rollouts wait for the next one, they are not held back."""
+        self._engines = max(engines, 1)
+
+    @property
+    def sequences(self) -> int | None:
+        """Rollouts that all engines decode at once."""
+        return None if self._sequences_per_engine is None else self._engines * self._sequences_per_engine
+
+    @property
+    def kv_tokens(self) -> int | None:
+        """Room in all KV caches."""
+        return None if self._kv_tokens_per_engine is None else self._engines * self._kv_tokens_per_engine
 
     def observe(self, source: str, tokens: int) -> None:
         """A rollout of `source` ended with so many tokens in all."""

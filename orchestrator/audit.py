@@ -22,10 +22,12 @@ def audit_record(
     lambda_max: float,
     reply: GradeReply | None,
     ready_s: float | None,
+    error: str | None = None,
 ) -> dict[str, Any]:
     """One line of groups.jsonl. `step` is the optimiser step (1-based) that trained on the group, else None.
 
-    `ready_s`: when the group got its advantages, on the clock of its other times; None if it never did.
+    `ready_s`: when the group got its advantages, on the clock of its other times; None if it never did. `error`: why a
+    group failed that could have been trained on.
     """
     return {
         "group_id": group.group_id,
@@ -34,6 +36,7 @@ def audit_record(
         "step": step,
         "mode": credit.mode.value,
         "outcome": outcome.value,
+        "error": error,
         "graded": credit.graded,
         "fallback_reason": credit.fallback_reason,
         "lambda": credit.lam,

@@ -156,6 +156,7 @@ async def _train(
                 grader=grader,
                 learner=learner,
                 canaries=canaries,
+                rollouts=keep,
             ),
             ledger=Ledger(store),
             mixer=mixer,
@@ -191,6 +192,9 @@ async def _scaling(
     if parts.grader is not None:
         pools["grader"] = parts.grader
         parts.grader.say = progress.event
+    for elastic in (parts.rollout, parts.engines, parts.grader):
+        if elastic is not None:
+            elastic.on_change(scheduler.resize)
     full = Full(parts.rollout)
 
     def queue_s(pool: str) -> float:

@@ -263,6 +263,14 @@ class Ledger:
                 return True
         return False
 
+    def put_back(self, ready: ReadyGroup) -> None:
+        """The step that took the group did not happen: it is ready again."""
+        del self._training[ready.group.group_id]
+        self._ready[ready.group.group_id] = ready
+        counts = self._of(ready.group.task.source)
+        counts.training -= 1
+        counts.stages[Stage.READY] += 1
+
     def take_stale(self, version: int, max_staleness: int) -> list[ReadyGroup]:
         """Remove ready groups with a token older than `max_staleness` versions (M6.4); the caller ends them."""
         stale = [r for r in self._ready.values() if is_stale(r.group, version, max_staleness)]

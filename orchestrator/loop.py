@@ -5,10 +5,16 @@
         -> eligible code group -> [grader pool] -> verdict -> factors      } other groups: outcome advantages
         -> [advantage] -> ready group -> batch of the step -> [learner group] -> new weights -> [engine pool]
 
+    loop                 consumes                  produces                  unblocked by
+    _admit               choices of dispatch.py    groups that roll out      a rollout, group or step that ended
+    rollout_stage.run    groups that roll out      ended trajectories        a slot that came free
+    grading_stage.run    complete code groups      grades                    a slot that came free
+    _train               ready groups by quota     weights in the engines    a group that became ready
+    _watch               the clock                 progress, the abort       a second that passed
+
 No stage waits for another one's batch: groups are graded the moment they complete, while others roll out and the
-learner steps. What is under way is bounded where it is admitted: by slots and KV cache (admission.py), by need and
-staleness (mixer.py), and by what waits for a grader. The driver holds metadata and references, never token payloads.
-The rollouts' arrows are rollout_stage.py, the graders' grading_stage.py; docs/scheduling.md has the rules in words.
+learner steps. What is under way is bounded where it is admitted (dispatch.py). The driver holds metadata and
+references, never token payloads. docs/scheduling.md has the rules in words.
 """
 
 from __future__ import annotations
@@ -25,16 +31,18 @@ from infra.errors import GagarError
 from infra.sinks import JsonlFile
 from infra.spans import CHECKPOINT, LEARN, PUBLISH
 from infra.telemetry import Telemetry
-from learner.group import BatchItem
+from learner.group import PayloadsLost, StepStats
 from orchestrator.admission import Admission
 from orchestrator.alarms import SupplyWatch
 from orchestrator.archive import GroupArchive
-from orchestrator.audit import audit_record
+from orchestrator.batch import batch_items, losses
 from orchestrator.checkpoint import Checkpoints
 from orchestrator.clock import Clock
 from orchestrator.credit import Credit, GroupOutcome, classify, credit, skipped
+from orchestrator.dispatch import Dispatcher, Moment
+from orchestrator.exit import Exit
 from orchestrator.grading_stage import GradingStage
-from orchestrator.ledger import CompleteGroup, Ledger, Member, ReadyGroup, RollingGroup, is_stale
+from orchestrator.ledger import CompleteGroup, Ledger, Member, ReadyGroup, RollingGroup, Stage, is_stale
 from orchestrator.ledger_store import KeptGroup, covers
 from orchestrator.mixer import Mixer
 from orchestrator.parts import Observer, Parts, StepRecord
@@ -70,9 +78,7 @@ class Scheduler:
         self.parts = parts
         self.ledger = ledger
         self.mixer = mixer
-        self.audit = audit
-        self.archive = archive
-        self.checkpoints = checkpoints
+        self._checkpoints = checkpoints
         self.telemetry = telemetry
         self.admission = admission or Admission.of(config)
         self.clock = clock or Clock()
@@ -84,6 +90,7 @@ class Scheduler:
         """What `_train` does, and since when."""
         self.supply = SupplyWatch(mixer)
         self._observer = observer
+        self._exit = Exit(config=config, ledger=ledger, mixer=mixer, audit=audit, archive=archive)
         self._kept = kept
         self._grades = {group.group_id: group.reply for group in kept if group.reply is not None and group.whole}
         """Grades of an earlier session, for groups whose rollouts come back."""
@@ -111,6 +118,12 @@ class Scheduler:
                 on_grade=self._on_grade,
                 on_alarm=observer.on_alarm,
             )
+        graded = [n for n, source in parts.sources.items() if self.grading and source.kind is TaskKind.CODE]
+        self._dispatcher = Dispatcher(
+            config=config, ledger=ledger, mixer=mixer, admission=self.admission, graded=graded
+        )
+        self._held: list[CompleteGroup] = []
+        """Without overlap: groups to be graded once all rollouts of their step have ended."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._room = asyncio.Event()
         """Set when a rollout or a group ended, or a step: wakes `_admit`."""
@@ -146,13 +159,22 @@ class Scheduler:
     # ---- source -> rollout ------------------------------------------------------------------------------------------
 
     async def _admit(self) -> None:
-        """Consumes the mixer's choices; produces groups for the rollouts. Waits for room under every bound; unblocked
-        by a rollout or group that ends, or by a step."""
+        """Consumes the dispatcher's choices; produces groups for the rollouts. Waits for room under every bound;
+        unblocked by a rollout or group that ends, by a step, or by a pool that grows."""
         await self._bring_back()
         while True:
             self._room.clear()
-            source = self._next_source()
+            source = self._dispatcher.next_source(
+                Moment(
+                    step=self.step,
+                    training=self.activity[0] in ("learning", "publishing"),
+                    slots=self.rollouts.slots.size,
+                    graded=self.ledger.count(Stage.GRADING) - len(self._held),
+                    graders_full=self.grading is not None and self.grading.full,
+                )
+            )
             if source is None:
+                await self._grade_held()
                 await self._room.wait()
                 continue
             index = self.mixer.take_index(source)
@@ -161,25 +183,6 @@ class Scheduler:
             self.rollouts.put(rolling, range(rolling.size))
             del rolling
             await asyncio.sleep(0)  # making tasks takes time: others run in between
-
-    def _next_source(self) -> str | None:
-        """The bound on staleness is structural: no more groups live than the steps train that may train on them, the
-        running one included. Without asynchronous training that is the step being collected, and no other."""
-        limits = self.config.scheduler
-        if self.ledger.inflight >= limits.max_inflight_groups:
-            return None
-        if not limits.asynchronous and self.activity[0] in ("learning", "publishing"):
-            return None
-        rolling, slots = self.ledger.rolling(), self.rollouts.slots.size
-        if self.admission.full(rolling, slots) is not None:
-            return None
-        closed = self.admission.closed(rolling)
-        if self.grading is not None and self.grading.full:
-            closed |= {name for name in self.mixer.sources if self.parts.sources[name].kind is TaskKind.CODE}
-        oldest = self.step - limits.staleness
-        outstanding = {name: self.ledger.outstanding(name, oldest=oldest) for name in self.mixer.sources}
-        steps = min(limits.staleness + 1, self.config.steps - self.step)
-        return self.mixer.choose(outstanding, steps, rolling=rolling, slots=slots, closed=closed)
 
     def _rolling(self, group_id: str, source: str, index: int, size: int, version: int) -> RollingGroup:
         return RollingGroup(
@@ -192,10 +195,9 @@ class Scheduler:
         )
 
     async def _bring_back(self) -> None:
-        """Groups of an earlier session first, and whole: whatever of them had ended is kept, so what a resume trains on
-        is what was admitted, not what happened to be short."""
-        kept = [k for k in self._kept if k.source in self.mixer.sources]
-        self._kept = ()
+        """Groups of an earlier session, and whole: whatever of them had ended is kept, so what a resume trains on is
+        what was admitted, not what happened to be short."""
+        kept, self._kept = [k for k in self._kept if k.source in self.mixer.sources], ()
         back = []
         for k in kept:
             rolling = self._rolling(k.group_id, k.source, k.index, k.size, min(k.version, self.step))
@@ -204,8 +206,7 @@ class Scheduler:
         await asyncio.gather(*back)
 
     def _on_retry(self, trajectory: Trajectory) -> None:
-        """It was lost, and only it is sampled again. Losses alone are no progress, so `abort_after_s` ends a run of
-        nothing else."""
+        """It was lost, and is sampled again. That is no progress: `abort_after_s` ends a run of nothing else."""
         self._record.retries[trajectory.status.value] += 1
 
     # ---- complete -> graded -> ready --------------------------------------------------------------------------------
@@ -230,8 +231,16 @@ class Scheduler:
             self._ready(group, credit(trajectories, self.config.algorithm, grade=None, fallback_reason=None), None)
         elif (reply := self._grades.pop(group.group_id, None)) is not None and covers(reply, trajectories):
             self._on_grade(group, reply)
-        else:
+        elif self.config.scheduler.overlap:
             await self.grading.put(group)
+        else:
+            self._held.append(group)
+
+    async def _grade_held(self) -> None:
+        """Without overlap: nothing more is to be admitted, so once nothing rolls out the graders get all at once."""
+        if self.grading is not None and self.ledger.count(Stage.ROLLING) == 0:
+            while self._held:
+                await self.grading.put(self._held.pop(0))
 
     def _on_grade(self, group: CompleteGroup, reply: GradeReply) -> None:
         """A grade, or why there is none (M1.10). For a group that has ended meanwhile it lands nowhere."""
@@ -258,43 +267,22 @@ class Scheduler:
         self.mixer.observe(group.task.source, accepted=True, time_s=group.effective_s)
         self._moved_on()
 
-    def _end(
-        self,
-        group: CompleteGroup,
-        given: Credit,
-        outcome: GroupOutcome,
-        reply: GradeReply | None = None,
-        *,
-        ready_s: float | None = None,
-        step: int | None = None,
-    ) -> None:
-        """The group leaves in some way: it goes to the audit trail, if graded to the archive, and its references go
-        free."""
-        record = audit_record(
-            group,
-            given,
-            outcome=outcome,
-            step=step,
-            lambda_max=self.config.algorithm.lambda_max,
-            reply=reply,
-            ready_s=ready_s,
-        )
-        self.audit.append(record)
-        if reply is not None and self.archive is not None:
-            self.archive.add(group)
-        self._record.records.append(record)
-        self.ledger.end(group, outcome)
-        source = group.task.source
-        if outcome is GroupOutcome.TRAINED:
-            self.mixer.trained(source)
-        elif outcome is GroupOutcome.DROPPED_STALE:
-            self.mixer.stale(source, ready=ready_s is not None)
-        else:
-            self.mixer.observe(source, accepted=False, time_s=group.effective_s)
-        self._moved_on()
+    def _end(self, group: CompleteGroup, given: Credit, outcome: GroupOutcome, reply: GradeReply | None = None) -> None:
+        """A complete group leaves without having been ready."""
+        self._moved_on(self._exit.end(group, given, outcome, reply))
 
-    def _moved_on(self) -> None:
-        """A group became ready or ended."""
+    def _end_ready(
+        self, ready: ReadyGroup, outcome: GroupOutcome, *, step: int | None = None, error: str | None = None
+    ) -> None:
+        """A ready group leaves: `step` trained on it, or it grew too old, or it failed with an `error`."""
+        at_s = ready.ready_s
+        end = self._exit.end(ready.group, ready.credit, outcome, ready.reply, ready_s=at_s, step=step, error=error)
+        self._moved_on(end)
+
+    def _moved_on(self, record: dict[str, Any] | None = None) -> None:
+        """A group became ready, or ended and has left this record."""
+        if record is not None:
+            self._record.records.append(record)
         for alarm in self.supply.changes():
             self._observer.on_alarm(alarm)
         self._room.set()
@@ -303,35 +291,44 @@ class Scheduler:
     # ---- ready -> trained -> published ------------------------------------------------------------------------------
 
     async def _train(self) -> None:
-        """Consumes ready groups by quota; produces new weights in the engines. Waits for a full batch."""
+        """Consumes ready groups by quota; produces new weights in the engines. Waits for a full batch; unblocked by a
+        group that becomes ready or ends."""
         while self.step < self.config.steps:
-            batch = await self._batch()
-            self.mixer.consumed()
             step = self.step + 1
-            with self._doing("learning", LEARN, step):
-                stats = await self.parts.learner.train_step(_items(batch))
+            batch, stats = await self._learn(step)
             self.rollouts.paused.begin()
             with self._doing("publishing", PUBLISH, step):
                 await self.parts.learner.publish(self.parts.engines, step)
             self.rollouts.paused.end()
             self.step = step
             for ready in batch:
-                self._end(
-                    ready.group, ready.credit, GroupOutcome.TRAINED, ready.reply, ready_s=ready.ready_s, step=step
-                )
+                self._end_ready(ready, GroupOutcome.TRAINED, step=step)
+            for ready in self.ledger.take_stale(step, self.config.scheduler.staleness):  # later ones as they come in
+                self._end_ready(ready, GroupOutcome.DROPPED_STALE)
             del batch, ready  # else the next step's wait keeps their payloads in the object store
-            self._drop_stale()
             self.ledger.check()
             record, self._record = self._record, StepRecord(started_s=self.moved_s)
             self._observer.on_step(self, record, stats)
             if step % self.config.checkpoint.every_steps == 0 or step == self.config.steps:
                 await self._checkpoint(step)
 
-    def _drop_stale(self) -> None:
-        """Ready groups that have become too old are dropped and counted (M6.4); all others are looked at as they become
-        ready."""
-        for stale in self.ledger.take_stale(self.step, self.config.scheduler.staleness):
-            self._end(stale.group, stale.credit, GroupOutcome.DROPPED_STALE, stale.reply, ready_s=stale.ready_s)
+    async def _learn(self, step: int) -> tuple[list[ReadyGroup], StepStats]:
+        """One optimiser step, and the groups that it trained on. Those whose payloads were lost with a node end, and
+        others take their place."""
+        while True:
+            batch = await self._batch()
+            self.mixer.consumed()
+            try:
+                with self._doing("learning", LEARN, step):
+                    return batch, await self.parts.learner.train_step(batch_items(batch, self.parts.rollouts))
+            except PayloadsLost as e:
+                self.mixer.returned()
+                for ready, error in losses(batch, e.reasons):
+                    if error is None:
+                        self.ledger.put_back(ready)
+                    else:
+                        self._end_ready(ready, GroupOutcome.FAILED, error=error)
+                del batch, ready  # else what is left of their payloads stays while the step waits for others
 
     async def _batch(self) -> list[ReadyGroup]:
         """The step's groups, those admitted first first.
@@ -343,7 +340,9 @@ class Scheduler:
         wait_staleness = limits.staleness if limits.stale == "wait" else None
         while True:
             self._supplied.clear()
-            batch = self.ledger.take_batch(self.mixer.quotas, step=self.step, wait_staleness=wait_staleness)
+            batch = None
+            if limits.overlap or self.ledger.count(Stage.ROLLING) + self.ledger.count(Stage.GRADING) == 0:
+                batch = self.ledger.take_batch(self.mixer.quotas, step=self.step, wait_staleness=wait_staleness)
             if batch is None:
                 await self._supplied.wait()
                 continue
@@ -358,7 +357,7 @@ class Scheduler:
         with self._doing("checkpointing", CHECKPOINT, step):
             state = {"mixer": self.mixer.state(self.ledger.pending()), "ledger": mark}
             before = log.flush if log is not None else None
-            path = await self.checkpoints.save(step, self.parts.learner, state, before=before)
+            path = await self._checkpoints.save(step, self.parts.learner, state, before=before)
         if log is not None and mark is not None:
             log.forget(mark)
         self._observer.on_checkpoint(path)
@@ -366,26 +365,26 @@ class Scheduler:
     @contextmanager
     def _doing(self, activity: Activity, span: str, step: int) -> Iterator[None]:
         self.activity = (activity, self.clock.now())
-        with self.telemetry.span(span, step=step):
-            yield
-        self.moved_s = self.clock.now()
-        self.activity = ("waiting", self.moved_s)
-        self._room.set()
+        try:
+            with self.telemetry.span(span, step=step):
+                yield
+        finally:
+            self.moved_s = self.clock.now()
+            self.activity = ("waiting", self.moved_s)
+            self._room.set()
 
     # ---- watching ---------------------------------------------------------------------------------------------------
 
     async def _watch(self) -> None:
-        """Every second: follows the sizes of the pools, shows progress. Raises GagarError when nothing has moved for
-        `abort_after_s`."""
+        """Every second shows progress. Raises GagarError when nothing has moved for `abort_after_s`."""
         while True:
             await asyncio.sleep(1.0)
-            self._resize()
             still_s = self.clock.now() - self.moved_s
             self._observer.on_tick(self, still_s)
             if still_s > self.config.scheduler.abort_after_s:
                 raise GagarError(
-                    f"nothing moved for {still_s:.0f} s (scheduler.abort_after_s); the last checkpoint is intact: "
-                    "look at the stall messages above, then run the same command with --resume"
+                    f"nothing moved for {still_s:.0f} s (scheduler.abort_after_s); look at the stall messages above; "
+                    "the last checkpoint is intact, the same command with --resume goes on from it"
                 )
 
     def supply_figures(self) -> dict[str, float]:
@@ -393,24 +392,10 @@ class Scheduler:
         rolling = self.ledger.rolling()
         return {**self.mixer.scalars(rolling), **self.admission.scalars(rolling)}
 
-    def _resize(self) -> None:
-        """Pools grow and shrink (`gagar scale`); what they can take now bounds what is started."""
+    def resize(self) -> None:
+        """A pool has changed: what all of them can take now bounds what is started. build.py has the pools call it."""
+        self.admission.resize(self.parts.engines.state().live)
         self.rollouts.slots.resize(self.parts.rollout.occupancy()[1])
         if self.grading is not None and self.parts.grader is not None:
             self.grading.slots.resize(self.parts.grader.occupancy()[1])
         self._room.set()
-
-
-def _items(batch: list[ReadyGroup]) -> list[BatchItem]:
-    return [
-        BatchItem(
-            trajectory_id=m.trajectory.trajectory_id,
-            group_id=ready.group.group_id,
-            advantage=ready.credit.rows[m.trajectory.trajectory_id].advantage,
-            response_tokens=m.trajectory.response_tokens,
-            total_tokens=m.trajectory.total_tokens,
-            payload=m.payload,
-        )
-        for ready in batch
-        for m in ready.group.valid
-    ]

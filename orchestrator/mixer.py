@@ -249,6 +249,15 @@ class Mixer:
         if ready:
             s.accepted -= 1
 
+    def lost(self, name: str) -> None:
+        """An accepted group is gone through no fault of its source, and no longer counts for the step."""
+        self.sources[name].accepted -= 1
+
+    def returned(self) -> None:
+        """The step that took its quotas did not happen: `consumed` undone."""
+        for s in self.sources.values():
+            s.accepted += s.quota
+
     def consumed(self) -> None:
         """A step took its quotas; what is left counts for the next one (M6.3)."""
         for s in self.sources.values():

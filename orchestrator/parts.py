@@ -29,6 +29,8 @@ class Parts:
     grader: ActorPool | None
     learner: LearnerGroup
     canaries: Canaries | None = None
+    rollouts: Path | None = None
+    """Folder of the finished rollouts, if they are kept (rollout/spool.py)."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -30,14 +30,18 @@ def group_folder(folder: Path, group_id: str) -> Path:
     return folder / quote(group_id, safe="", errors="surrogatepass")
 
 
+def rollout_file(folder: Path, group_id: str, trajectory_id: str) -> Path:
+    """Where one finished rollout is kept."""
+    return group_folder(folder, group_id) / f"{trajectory_id.rpartition('/')[2]}.npz"
+
+
 def write_rollout(folder: Path, trajectory: Trajectory, payload: Payload, transcript: Transcript) -> Path:
     """Keep one finished rollout.
 
     Raises:
         StorageError: it could not be written.
     """
-    slot = trajectory.trajectory_id.rpartition("/")[2]
-    path = group_folder(folder, trajectory.group_id) / f"{slot}.npz"
+    path = rollout_file(folder, trajectory.group_id, trajectory.trajectory_id)
     part = path.with_name(f".{path.name}.part")
     arrays = {name: getattr(payload, name) for name in _ARRAYS}
     try:

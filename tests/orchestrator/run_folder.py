@@ -226,7 +226,7 @@ def supply() -> dict[str, float]:
     mixer = Mixer(sources, alpha=0.5, oversampling=OversamplingConfig())
     mixer.take_index("minirepo")
     mixer.sources["minirepo"].accepted_total = mixer.sources["minirepo"].trained_total = 1
-    admission = Admission(sources, group_size=4, longest_tokens=1000, kv_tokens=100_000)
+    admission = Admission(sources, group_size=4, longest_tokens=1000, kv_tokens_per_engine=100_000)
     rolling = {"minirepo": 4, "arith": 0}
     return {**mixer.scalars(rolling), **admission.scalars(rolling)}
 

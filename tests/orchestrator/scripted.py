@@ -14,9 +14,11 @@ from typing import Any, cast
 from configs.schema import RunConfig
 from envs.task import ExactAnswer, Split, Task, TaskKind
 from grader.exchange import GradeReply, GradeRequest, lost_reply
+from infra.members import PoolState
 from infra.sinks import JsonlFile
 from learner.group import BatchItem
 from orchestrator.alarms import Alarm
+from orchestrator.archive import GroupArchive
 from orchestrator.canaries import make_canaries
 from orchestrator.checkpoint import Checkpoint, Checkpoints
 from orchestrator.credit import GroupOutcome
@@ -176,6 +178,15 @@ class ScriptedLearner:
         path.mkdir()
 
 
+class ScriptedEngines:
+    """Stands for EnginePool."""
+
+    live = 1
+
+    def state(self) -> PoolState:
+        return PoolState(target=self.live, live=self.live, starting=0, draining=0, busy=0, slots=0)
+
+
 class MemoryLog:
     """A LedgerLog that outlives schedulers, not the test; `disk` holds finished rollouts by path."""
 
@@ -280,6 +291,7 @@ class Run:
         telemetry: Any = None,
         observer: Any = None,
         log: LedgerLog | None = None,
+        archive: GroupArchive | None = None,
         kept: Sequence[KeptGroup] = (),
         taken: Sequence[KeptGroup] | None = None,
         checkpoint: Checkpoint | None = None,
@@ -290,6 +302,7 @@ class Run:
         self.rollout = pool(rollout, slots=8, delay_s=rollout_delay_s)
         self.grader = grader_pool(grade, slots=grade_slots, delay_s=grade_delay_s)
         self.learner = learner or ScriptedLearner()
+        self.engines = ScriptedEngines()
         self.telemetry = telemetry or ScriptedTelemetry()
         self.ledger = Ledger(log)
         self.audit = JsonlFile(run_dir / "groups.jsonl", sync=False)
@@ -301,7 +314,7 @@ class Run:
                 "code": ScriptedSource("code", TaskKind.CODE),
                 "sums": ScriptedSource("sums", TaskKind.SINGLE_TURN),
             },
-            engines=cast(Any, None),
+            engines=cast(Any, self.engines),
             rollout=cast(Any, self.rollout),
             grader=cast(Any, self.grader),
             learner=cast(Any, self.learner),
@@ -319,6 +332,7 @@ class Run:
             telemetry=cast(Any, self.telemetry),
             observer=observer or self,
             start_step=checkpoint.step if checkpoint else 0,
+            archive=archive,
             kept=kept,
         )
 

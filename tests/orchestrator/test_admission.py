@@ -12,7 +12,12 @@ from orchestrator.slots import Slots
 
 
 def make(**changes: int | None) -> Admission:
-    settings: dict[str, int | None] = {"group_size": 4, "longest_tokens": 1000, "sequences": 64, "kv_tokens": 20_000}
+    settings: dict[str, int | None] = {
+        "group_size": 4,
+        "longest_tokens": 1000,
+        "sequences_per_engine": 64,
+        "kv_tokens_per_engine": 20_000,
+    }
     return Admission(("a", "b"), **{**settings, **changes})  # type: ignore[arg-type]
 
 
@@ -44,10 +49,21 @@ def test_the_estimate_is_a_high_percentile() -> None:
 
 
 def test_one_group_always_runs() -> None:
-    admission = make(kv_tokens=10)
+    admission = make(kv_tokens_per_engine=10)
     assert admission.closed({"a": 0, "b": 0}) == set()
     assert admission.closed({"a": 1}) == {"a", "b"}
-    assert make(kv_tokens=None).closed({"a": 10**6}) == set(), "where it is not known it bounds nothing"
+    assert make(kv_tokens_per_engine=None).closed({"a": 10**6}) == set(), "where it is not known it bounds nothing"
+
+
+def test_more_engines_have_more_sequences_and_more_room() -> None:
+    """M6: `gagar scale engine=3`, and back when two are lost."""
+    admission = make()
+    admission.resize(3)
+    assert admission.full({"a": 64}, slots=1000) is None and admission.full({"a": 192}, slots=1000) is Bound.ENGINES
+    assert admission.closed({"a": 56}) == set() and admission.closed({"a": 57}) == {"a", "b"}
+    assert admission.scalars({"a": 30})["admission/kv_need_share"] == pytest.approx(0.5)
+    admission.resize(0)
+    assert admission.full({"a": 63}, slots=1000) is None, "what waits for an engine to come is not held back"
 
 
 def test_slots_follow_the_pool() -> None:

@@ -10,14 +10,17 @@ from typing import Any
 
 import pytest
 from ray.exceptions import ObjectLostError
-from scripted import Run, ScriptedLearner, ScriptedPool, even_slots_pass, run_config, trajectory
+from scripted import Run, ScriptedLearner, ScriptedPool, ScriptedSource, even_slots_pass, run_config, trajectory
 
-from envs.task import Task, TaskKind
+from envs.task import Split, Task, TaskKind
 from grader.exchange import GradeReply, GradeRequest
 from infra.errors import GagarError
 from infra.pool import ActorLost
+from learner.group import PayloadsLost
 from orchestrator.archive import GroupArchive
-from orchestrator.ledger import Stage
+from orchestrator.batch import batch_items
+from orchestrator.credit import credit
+from orchestrator.ledger import CompleteGroup, Member, ReadyGroup, Stage
 from rollout.trajectory import Status, Trajectory, Transcript
 
 
@@ -275,15 +278,102 @@ def test_a_rollout_pool_without_workers_ends_the_run(tmp_path: Path) -> None:
 
 
 def test_exactly_the_groups_that_a_grader_was_asked_about_are_archived(tmp_path: Path) -> None:
-    run = Run(tmp_path, run_config())
-    run.scheduler.archive = GroupArchive(
+    archive = GroupArchive(
         tmp_path / "archive",
         fetch=lambda refs: [
             Transcript(trajectory_id=str(r).removeprefix("transcript:"), turns=(), patch="", test_log="") for r in refs
         ],
     )
-    with run.scheduler.archive:
+    run = Run(tmp_path, run_config(), archive=archive)
+    with archive:
         groups = run.go()
     asked = {g["group_id"] for g in groups if g["grader"] is not None}
     assert asked and {g["source"] for g in groups if g["grader"] is None} >= {"sums"}
     assert {p.name.removesuffix(".json.gz") for p in (tmp_path / "archive").iterdir()} == asked
+
+
+class LosingLearner(ScriptedLearner):
+    """Cannot fetch the payloads of some trajectories."""
+
+    def __init__(self, *lost: str) -> None:
+        super().__init__()
+        self.lost = set(lost)
+        self.files: dict[str, Path | None] = {}
+
+    async def train_step(self, items: Any) -> dict[str, float]:
+        self.files.update((item.trajectory_id, item.file) for item in items)
+        if gone := {item.trajectory_id: "lost with its node" for item in items if item.trajectory_id in self.lost}:
+            raise PayloadsLost(gone)
+        return await super().train_step(items)
+
+
+def test_a_payload_lost_with_its_node_costs_its_group_and_not_the_step(tmp_path: Path) -> None:
+    learner = LosingLearner("code-000000/1.0", "code-000000/2.0", "sums-000001/0.0")
+    run = Run(tmp_path, run_config(), learner=learner)
+    groups = {g["group_id"]: g for g in run.go()}
+    failed = {name: g for name, g in groups.items() if g["outcome"] == "failed"}
+    assert set(failed) == {"code-000000", "sums-000001"} and all(g["step"] is None for g in failed.values())
+    assert failed["code-000000"]["error"] == (
+        "code-000000/1.0: lost with its node; code-000000/2.0: lost with its node"
+    )
+    trained = [g for g in groups.values() if g["outcome"] == "trained"]
+    assert Counter((g["step"], g["source"]) for g in trained) == {
+        (s, source): n for s in (1, 2, 3) for source, n in (("code", 2), ("sums", 1))
+    }, "others take their places"
+    assert all(g["error"] is None for g in trained)
+    assert run.steps == [1, 2, 3] and run.learner.published == [1, 2, 3]
+    assert [len(batch) for batch in learner.batches] == [12, 12, 12]
+    assert run.ledger.ended["failed"] == 8
+    run.ledger.check()
+
+
+def test_what_the_mixer_counts_is_what_is_ready_after_a_loss_too(tmp_path: Path) -> None:
+    class Observed(Run):
+        def on_step(self, scheduler: Any, record: Any, stats: Any) -> None:
+            super().on_step(scheduler, record, stats)
+            for name, state in self.mixer.sources.items():
+                assert state.accepted == self.ledger.count(Stage.READY, name)
+
+    learner = LosingLearner(*(f"code-{n:06d}/0.0" for n in (1, 2, 5)))
+    run = Observed(tmp_path, run_config(), learner=learner)
+    outcomes = Counter(g["outcome"] for g in run.go())
+    assert outcomes["trained"] == 9 and outcomes["failed"] == 3
+
+
+def test_the_learner_is_told_where_rollouts_are_kept(tmp_path: Path) -> None:
+    learner = LosingLearner()
+    run = Run(tmp_path, run_config(steps=1), learner=learner)
+    run.go()
+    assert set(learner.files.values()) == {None}, "they are not kept"
+    (item, *_) = batch_items([ready_group("code-000000")], tmp_path)
+    assert item.file == tmp_path / "code-000000" / "0.0.npz"
+
+
+def ready_group(group_id: str) -> ReadyGroup:
+    task = ScriptedSource("code", TaskKind.CODE).task(Split.TRAIN, 0)
+    one = trajectory(f"{group_id}/0.0", task=task)
+    given = credit(
+        [one, trajectory(f"{group_id}/1.0", task=task, passed=False)],
+        run_config().algorithm,
+        grade=None,
+        fallback_reason=None,
+    )
+    member = Member(trajectory=one, payload=None, transcript=None)
+    group = CompleteGroup(group_id=group_id, task=task, index=0, members=(member,), admitted_s=0.0, completed_s=1.0)
+    return ReadyGroup(group=group, credit=given, reply=None, ready_s=1.0)
+
+
+def test_slots_and_engines_follow_the_pools_at_once(tmp_path: Path) -> None:
+    """`gagar scale`: the pools call `resize`, build.py sees to that."""
+
+    class Growing(Run):
+        def on_step(self, scheduler: Any, record: Any, stats: Any) -> None:
+            super().on_step(scheduler, record, stats)
+            self.rollout.slots, self.grader.slots, self.engines.live = 16, 5, 3
+            scheduler.resize()
+            assert (scheduler.rollouts.slots.size, scheduler.grading.slots.size) == (16, 5)
+            assert scheduler.admission.sequences == 3 * self.config.engine.max_num_seqs
+
+    run = Growing(tmp_path, run_config(steps=2))
+    run.go()
+    assert run.steps == [1, 2]
