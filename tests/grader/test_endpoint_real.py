@@ -32,7 +32,7 @@ from rollout.engine_actor import environment
 pytestmark = pytest.mark.e2e
 
 CHECKPOINT = Path(__file__).parents[2] / "configs/checkpoints/grader"
-KEY = "a key of this test"
+KEY = "a-key-of-this-test"
 START_S = 900.0
 """Most of it is importing vLLM, on a machine that may be busy."""
 QUESTION = [{"role": "user", "content": "## task\nfix it\n## grade C1"}]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -103,22 +104,30 @@ async def test_an_engine_is_given_the_schema_of_every_answer(checkpoint: Path) -
     assert all(i.startswith("g1/grade0-") for i in ids)
 
 
-async def test_a_context_that_fills_up_ends_in_an_answer(checkpoint: Path) -> None:
-    """The engine's own context is the limit, whatever the budget says."""
+async def test_a_context_that_fills_up_ends_in_answers_about_parts(checkpoint: Path) -> None:
+    """The engine's own context is the limit, whatever the budget says; of who it cannot hold nobody is guessed at."""
     request, transcripts = request_of(OUTCOMES)
     lengths: list[int] = []
+    asked: set[str] = set()
 
     def respond(chat: ChatFormat, prompt: Any) -> list[int]:
         lengths.append(len(prompt))
-        if "## verdict now" not in chat.decode(prompt):
+        told = chat.decode(prompt)
+        labels = re.findall(r"## grade (.*)", told)[-1].split("<")[0].split()
+        asked.add(" ".join(labels))
+        if "## verdict now" not in told:
             return chat.reply(say(call("read", path="repo/shop/core.py")))
-        bodies = {c.label: judge_by_size(c).model_dump(mode="json") for c in GROUP.passing}
-        return chat.reply(say(call("verdict", candidates=bodies, ranking=ranking_of(GROUP), hacks=[])))
+        bodies = {c.label: judge_by_size(c).model_dump(mode="json") for c in GROUP.passing if c.label in labels}
+        ranking = [tied for group in ranking_of(GROUP) if (tied := [label for label in group if label in labels])]
+        return chat.reply(say(call("verdict", candidates=bodies, ranking=ranking, hacks=[])))
 
     grader = engine_worker(checkpoint, respond, max_model_len=4000, max_tokens=1000)
     reply = await grader.grade(request, *transcripts)
     assert reply.grade is not None, reply.detail
-    assert 1500 < lengths[-1] <= 3000
+    passing = {c.trajectory.trajectory_id for c in GROUP.passing}
+    assert set(reply.grade.candidates) == passing
+    assert {len(labels.split()) for labels in asked} == {1, len(passing)}
+    assert 1500 < max(lengths) <= 3000
 
 
 async def test_an_answer_cut_at_its_limit_is_truncated(checkpoint: Path) -> None:
