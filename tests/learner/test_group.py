@@ -19,11 +19,12 @@ import torch
 
 from configs.schema import Aggregation, LearnerConfig, LossConfig, OptimizerConfig, PpoClipLoss
 from infra.errors import ConfigError, LearnerError
-from learner.group import BatchItem, LearnerGroup, StepStats
+from learner.group import BatchItem, LearnerGroup, PayloadsLost, StepStats
 from learner.loss import token_weights
 from learner.packing import Sample, plan
 from learner.rank import RankCore, check_learner
-from rollout.trajectory import Payload, Status
+from rollout.spool import write_rollout
+from rollout.trajectory import Payload, Status, Trajectory, Transcript
 
 pytestmark = pytest.mark.e2e
 
@@ -457,6 +458,75 @@ def test_errors_name_rank_and_remedy(two_ranks: LearnerGroup, rolled: list[Rolle
             await two_ranks.train_step([wrong, wrong])
 
     asyncio.run(scenario())
+
+
+def test_a_payload_lost_with_its_owner_is_told_before_the_step_or_read_from_its_file(
+    two_ranks: LearnerGroup, rolled: list[Rolled], tmp_path: Path
+) -> None:
+    """One payload of each rank's share goes, and with it the process that owned it."""
+    import ray
+
+    class Owner:
+        def put(self, payloads: list[Payload]) -> list[Any]:
+            return [ray.put(payload) for payload in payloads]
+
+    items = items_of(rolled)
+    owner = ray.remote(num_cpus=0)(Owner).remote()
+    gone = ray.get(owner.put.remote([items[0].payload, items[-1].payload]))
+    ray.wait(gone, num_returns=2)
+    ray.kill(owner)
+    by_reference = [replace(item, payload=ray.put(item.payload)) for item in items]
+    by_reference[0] = replace(items[0], payload=gone[0])
+    by_reference[-1] = replace(items[-1], payload=gone[1])
+    lost = {items[0].trajectory_id, items[-1].trajectory_id}
+
+    def kept(item: BatchItem) -> Path:
+        found = trajectory_of(item)
+        return write_rollout(
+            tmp_path, found, item.payload, Transcript(trajectory_id=item.trajectory_id, turns=(), patch="", test_log="")
+        )
+
+    async def scenario() -> None:
+        await two_ranks.save(tmp_path / "state")
+        with pytest.raises(PayloadsLost) as e:
+            await two_ranks.train_step(by_reference)
+        assert set(e.value.reasons) == lost
+        assert all("OwnerDiedError" in why and "no rollouts are kept" in why for why in e.value.reasons.values())
+        half = [replace(by_reference[0], file=kept(items[0])), *by_reference[1:]]
+        with pytest.raises(PayloadsLost) as e:
+            await two_ranks.train_step(half)
+        assert set(e.value.reasons) == {items[-1].trajectory_id}
+        restored = await two_ranks.train_step([*half[:-1], replace(half[-1], file=kept(items[-1]))])
+        await two_ranks.load(tmp_path / "state")
+        whole = await two_ranks.train_step(items)
+        assert (restored.loss, restored.grad_norm, restored.tokens) == (whole.loss, whole.grad_norm, whole.tokens)
+        others = await two_ranks.train_step([item for item in by_reference if item.trajectory_id not in lost])
+        assert others.sequences == len(items) - 2 and not others.skipped
+        await two_ranks.load(tmp_path / "state")
+
+    asyncio.run(scenario())
+
+
+def trajectory_of(item: BatchItem) -> Trajectory:
+    return Trajectory(
+        trajectory_id=item.trajectory_id,
+        group_id=item.group_id,
+        task_id="task",
+        source="code",
+        status=Status.SUBMITTED,
+        reward=1.0,
+        passed=True,
+        turns=1,
+        prompt_tokens=0,
+        response_tokens=item.response_tokens,
+        total_tokens=item.total_tokens,
+        policy_versions=(0,),
+        payload_sha256=item.payload.sha256(),
+        engine_s=0.0,
+        sandbox_s=0.0,
+        verify_s=0.0,
+        wall_s=0.0,
+    )
 
 
 def test_a_dead_rank_is_a_learner_error(ray_session: None, start_model: str) -> None:
