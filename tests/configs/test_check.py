@@ -355,6 +355,10 @@ ONE_PROBLEM: list[tuple[tuple[str, ...], str]] = [
         "scheduler.max_staleness = 1: has no effect, because scheduler.asynchronous = false trains on tokens of the",
     ),
     (
+        ("scheduler.overlap=false",),
+        "scheduler.overlap = false: needs steps that do not overlap either; set scheduler.asynchronous to false, and",
+    ),
+    (
         ("sources.chat.min_concurrency=4", "sources.chat.max_concurrency=3"),
         "sources.chat.min_concurrency = 4: is above max_concurrency = 3; lower it, or raise max_concurrency",
     ),
@@ -485,6 +489,7 @@ def test_every_rule_is_exercised_above(run_file: Path) -> None:
         ("telemetry.wandb.mode=disabled", "ray.address=auto"),
         ("grader.mode=single",),
         ("scheduler.asynchronous=false",),
+        ("scheduler.asynchronous=false", "scheduler.overlap=false"),
         (*FULL, "grader.checks.enabled=false"),
         ("grader.canaries.share=0.1",),
         (NATIVE % ("", ""),),
