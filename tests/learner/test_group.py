@@ -473,7 +473,6 @@ def test_a_payload_lost_with_its_owner_is_told_before_the_step_or_read_from_its_
     items = items_of(rolled)
     owner = ray.remote(num_cpus=0)(Owner).remote()
     gone = ray.get(owner.put.remote([items[0].payload, items[-1].payload]))
-    ray.wait(gone, num_returns=2)
     ray.kill(owner)
     by_reference = [replace(item, payload=ray.put(item.payload)) for item in items]
     by_reference[0] = replace(items[0], payload=gone[0])

@@ -183,7 +183,8 @@ def records() -> list[dict[str, Any]]:
 
 
 def spans(start_s: float) -> list[Span]:
-    """Ten seconds: rollouts 0-6, one grade 5-7.5 (another group waits for it from 7 to 7.4), learning 8-9, publishing 9-9.5, a checkpoint 9.5-9.75."""
+    """Ten seconds: rollouts 0-6, one grade 5-7.5 (another group waits for it from 7 to 7.4), learning 8-9, publishing
+    9-9.5, a checkpoint 9.5-9.75."""
     times = [
         ("rollout", 0.0, 4.0, "other"),
         ("rollout", 3.0, 6.0, "other"),
