@@ -5,18 +5,16 @@ Everything here was written by the policy: `visible` leaves no character that co
 
 from __future__ import annotations
 
-import re
-import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from grader.evidence import ChangeSign, PatchIndex, PatchLine, index_patch, log_lines
+from infra.unseen import one_line, visible
 from rollout.trajectory import Transcript
 
 MAX_PATCH_LINES = 400
 MAX_PATCH_CHARS = 400_000
 """A longer patch is shown as text, cut: reading it line by line would take too long."""
-LINE_CHARS = 300
 TEXT_CHARS = 3000
 """Of a statement, a turn's action, or what came back."""
 MAX_TURNS = 60
@@ -24,8 +22,6 @@ AROUND = 3
 """Lines kept around a cited one where a patch is too long."""
 
 _KINDS = {ChangeSign.ADDED: "add", ChangeSign.REMOVED: "remove", ChangeSign.CONTEXT: "context"}
-_SPECIAL = re.compile(r"[^\x20-\x7e\n\t]")
-_UNSEEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,28 +69,6 @@ class CheckView:
     command: str
     exit_code: int | None
     anchor: str
-
-
-def visible(text: str, limit: int | None = None) -> str:
-    """Text with control and format characters spelled out, the middle cut beyond `limit` characters."""
-    if limit is not None and len(text) > limit:
-        half = limit // 2
-        text = f"{text[:half]}\n[{len(text) - 2 * half} characters not shown]\n{text[-half:]}"
-    return _SPECIAL.sub(_spelled, text)
-
-
-def one_line(text: str, limit: int = LINE_CHARS) -> str:
-    """`visible` in one line, the end cut."""
-    text = _SPECIAL.sub(_spelled, text.replace("\n", " ").replace("\t", "    "))
-    return text if len(text) <= limit else text[: limit - 3] + "..."
-
-
-def _spelled(found: re.Match[str]) -> str:
-    char = found[0]
-    if unicodedata.category(char) not in _UNSEEN:
-        return char
-    code = ord(char)
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
 class CandidatePage:

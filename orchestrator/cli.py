@@ -231,7 +231,7 @@ def main() -> NoReturn:
 
 def _visible(error: GagarError) -> str:
     """What went wrong, without characters that move a cursor: messages name what stands in files from elsewhere."""
-    from orchestrator.candidate_page import visible
+    from infra.unseen import visible
 
     return visible(str(error))
 

@@ -13,6 +13,7 @@ from statistics import fmean
 from typing import Any
 
 from grader.stored import StoredGroup
+from infra.unseen import one_line, visible
 from orchestrator.candidate_page import (
     TEXT_CHARS,
     CandidatePage,
@@ -20,8 +21,6 @@ from orchestrator.candidate_page import (
     EvidenceView,
     LineView,
     TurnView,
-    one_line,
-    visible,
 )
 from rollout.trajectory import Transcript
 

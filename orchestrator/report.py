@@ -15,10 +15,10 @@ from typing import Any
 
 from infra.errors import StorageError
 from infra.spans import CHECKPOINT, GRADE, LEARN, PUBLISH, QUEUE, ROLLOUT
+from infra.unseen import visible
 from orchestrator.archive import read_archived
 from orchestrator.bottleneck import CAUSES, verdict
 from orchestrator.browse import group_lists, to_show
-from orchestrator.candidate_page import visible
 from orchestrator.charts import Chart, line_chart, stacked_bars, timeline
 from orchestrator.group_view import SCORES, GroupView, group_view
 from orchestrator.progress import summary_rows
