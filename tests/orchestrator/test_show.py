@@ -21,7 +21,8 @@ from grader.scripted import judge_by_size
 from grader.stored import StoredGroup
 from grader.verdict import CandidateVerdict
 from infra.errors import StorageError
-from orchestrator.candidate_page import MAX_PATCH_LINES, visible
+from infra.unseen import visible
+from orchestrator.candidate_page import MAX_PATCH_LINES
 from orchestrator.group_view import GroupView, group_view
 from orchestrator.show import show_group
 
