@@ -275,9 +275,8 @@ class Scheduler:
         self, ready: ReadyGroup, outcome: GroupOutcome, *, step: int | None = None, error: str | None = None
     ) -> None:
         """A ready group leaves: `step` trained on it, or it grew too old, or it failed with an `error`."""
-        at_s = ready.ready_s
-        end = self._exit.end(ready.group, ready.credit, outcome, ready.reply, ready_s=at_s, step=step, error=error)
-        self._moved_on(end)
+        r = ready
+        self._moved_on(self._exit.end(r.group, r.credit, outcome, r.reply, ready_s=r.ready_s, step=step, error=error))
 
     def _moved_on(self, record: dict[str, Any] | None = None) -> None:
         """A group became ready, or ended and has left this record."""
