@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -460,6 +461,25 @@ def test_errors_name_rank_and_remedy(two_ranks: LearnerGroup, rolled: list[Rolle
     asyncio.run(scenario())
 
 
+def _is_lost(reference: Any) -> bool:
+    import ray
+    from ray.exceptions import OwnerDiedError
+
+    try:
+        ray.get(reference)
+    except OwnerDiedError:
+        return True
+    return False
+
+
+def _until_lost(references: list[Any]) -> None:
+    """An owner's death is known a moment after it."""
+    deadline = time.monotonic() + 60
+    while not all(_is_lost(reference) for reference in references):
+        assert time.monotonic() < deadline, "Ray still has what a dead process owned"
+        time.sleep(0.05)
+
+
 def test_a_payload_lost_with_its_owner_is_told_before_the_step_or_read_from_its_file(
     two_ranks: LearnerGroup, rolled: list[Rolled], tmp_path: Path
 ) -> None:
@@ -474,6 +494,7 @@ def test_a_payload_lost_with_its_owner_is_told_before_the_step_or_read_from_its_
     owner = ray.remote(num_cpus=0)(Owner).remote()
     gone = ray.get(owner.put.remote([items[0].payload, items[-1].payload]))
     ray.kill(owner)
+    _until_lost(gone)
     by_reference = [replace(item, payload=ray.put(item.payload)) for item in items]
     by_reference[0] = replace(items[0], payload=gone[0])
     by_reference[-1] = replace(items[-1], payload=gone[1])

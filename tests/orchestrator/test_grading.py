@@ -7,7 +7,7 @@ import io
 import json
 import signal
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -296,7 +296,15 @@ def test_a_group_that_was_changed_is_graded_again(tmp_path: Path) -> None:
     assert grade(done := Graders(), groups, output=path) and done.started == 0, "the later line counts"
 
 
-def test_an_interrupt_keeps_and_shows_what_is_done(tmp_path: Path) -> None:
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Tests that were started in the background ignore interrupts, as everything does there."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_keeps_and_shows_what_is_done(tmp_path: Path, interruptible: None) -> None:
     grader = ScriptedGrader()
 
     def interrupted(request: GradeRequest, *transcripts: Any) -> GradeReply:
