@@ -13,9 +13,8 @@ from typing import Any
 
 from configs.schema import MinirepoSource, RubricConfig
 from envs.minirepo.family import MinirepoTasks
-from envs.task import Split
 from grader.agreement import agreement
-from grader.examples import grader_example
+from grader.examples import varied_example
 from grader.exchange import GradeReply
 from grader.stored import KnownGrade, StoredGroup
 from grader.stored_folder import read_groups
@@ -42,7 +41,7 @@ def builtin_canaries(seed: int, rubric: RubricConfig) -> SupplyCanary:
     source = MinirepoTasks("canary", MinirepoSource(type="minirepo", groups_per_step=0))
 
     def supply(number: int) -> StoredGroup:
-        example = grader_example(source, Split.HELDOUT, number, seed, rubric, group_size=(5, 8), passing=3, ranks=3)
+        example = varied_example(source, number, seed, rubric)
         group = example.group
         known = {c.trajectory.trajectory_id: example.labels[c.label] for c in group.passing}
         return StoredGroup(

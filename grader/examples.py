@@ -188,6 +188,11 @@ def grader_example(
             return example
 
 
+def varied_example(source: ExpertSource, number: int, seed: int, rubric: RubricConfig | None = None) -> GraderExample:
+    """A held-out group to measure graders with: of mixed outcome, three passing candidates and three ranks or more."""
+    return grader_example(source, Split.HELDOUT, number, seed, rubric, group_size=(5, 8), passing=3, ranks=3)
+
+
 def _example(
     source: ExpertSource,
     split: Split,

@@ -15,10 +15,10 @@ import numpy as np
 from configs.schema import EngineConfig, GraderConfig, MinirepoSource, RubricConfig, VllmGraderBackend
 from configs.sft_schema import GraderData, SftRecipe
 from envs.source import make_source
-from envs.task import ExpertSource, Split
+from envs.task import Split
 from grader.agreement import Agreement, agreement, mean_tau_b
 from grader.demonstration import Message, Way, demonstrate
-from grader.examples import GraderExample, grader_example
+from grader.examples import GraderExample, grader_example, varied_example
 from grader.exchange import GradeRequest, base_state_of
 from grader.worker import GraderWorker
 from learner.sft_train import Example
@@ -81,15 +81,12 @@ class GraderExamples:
 
     def figures(self, folder: Path, recipe: SftRecipe) -> Mapping[str, str]:
         """Validity, tier and rank agreement of the checkpoint in `folder`, as a run would grade held-out groups."""
-        groups = [_varied(self._source, index, self._data.seed) for index in range(recipe.eval.examples)]
+        groups = [
+            varied_example(self._source, index, self._data.seed, self._rubric) for index in range(recipe.eval.examples)
+        ]
         config = self._config_of(str(folder), max_model_len=recipe.model.max_positions)
         outcome = asyncio.run(_grade_all(groups, config, self._rubric))
         return outcome.shown()
-
-
-def _varied(source: ExpertSource, index: int, seed: int) -> GraderExample:
-    """A held-out group of mixed outcome with three passing candidates or more, of three different ranks or more."""
-    return grader_example(source, Split.HELDOUT, index, seed, group_size=(5, 8), passing=3, ranks=3)
 
 
 @dataclass(slots=True)

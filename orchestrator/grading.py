@@ -31,12 +31,10 @@ from grader.stored import StoredGroup, finding
 from infra.errors import GraderError, StorageError
 from infra.pool import ActorLost, ActorPool, ActorTimeout
 from infra.sinks import JsonlFile
+from orchestrator.grading_stage import ATTEMPTS
 from orchestrator.grading_target import Target
 from orchestrator.progress import Progress
 from orchestrator.trust import Grading, GroupResult, trust_figures, trust_rows
-
-ATTEMPTS = 2
-"""How often a group is handed to a grader: again only if the first one died or hung, as in a run."""
 
 Work = Callable[[ActorPool], Coroutine[Any, Any, None]]
 """What is done with a pool of graders."""
