@@ -46,6 +46,7 @@ from orchestrator.ledger import CompleteGroup, Ledger, Member, ReadyGroup, Rolli
 from orchestrator.ledger_store import KeptGroup, covers
 from orchestrator.mixer import Mixer
 from orchestrator.parts import Observer, Parts, StepRecord
+from orchestrator.pause import Pauses
 from orchestrator.progress import Activity
 from orchestrator.rollout_stage import RolloutStage
 from rollout.trajectory import Trajectory
@@ -82,6 +83,8 @@ class Scheduler:
         self.telemetry = telemetry
         self.admission = admission or Admission.of(config)
         self.clock = clock or Clock()
+        self.pauses = Pauses(self.clock)
+        """Why nothing is admitted and no step is begun."""
         self.step = start_step
         """Optimiser steps done; also the version of the weights in the engines."""
         self.moved_s = 0.0
@@ -163,6 +166,7 @@ class Scheduler:
         unblocked by a rollout or group that ends, by a step, or by a pool that grows."""
         await self._bring_back()
         while True:
+            await self.pauses.wait()
             self._room.clear()
             source = self._dispatcher.next_source(
                 Moment(
@@ -338,6 +342,7 @@ class Scheduler:
         limits = self.config.scheduler
         wait_staleness = limits.staleness if limits.stale == "wait" else None
         while True:
+            await self.pauses.wait()
             self._supplied.clear()
             batch = None
             if limits.overlap or self.ledger.count(Stage.ROLLING) + self.ledger.count(Stage.GRADING) == 0:

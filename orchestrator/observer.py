@@ -163,6 +163,7 @@ class RunObserver:
             oldest_grading_s=oldest[Stage.GRADING],
             cap_rate=self._cap_rate,
             alarms=(*scheduler.supply.alarms, *(scheduler.grading.watch.alarms if scheduler.grading else ())),
+            paused=scheduler.pauses.reasons(),
         )
 
 

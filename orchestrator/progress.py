@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, Literal
 
@@ -79,6 +79,8 @@ class ProgressSnapshot:
     """Share of graded groups in the last step whose lambda was capped."""
     alarms: tuple[str, ...] = ()
     """Names of the alarms on the graders that are on."""
+    paused: Mapping[str, str] = field(default_factory=dict)
+    """Why the run holds still: reason -> what is wrong and what helps (pause.py)."""
 
 
 class Progress:
@@ -138,6 +140,8 @@ def clock_text(seconds: float) -> str:
 def progress_line(snapshot: ProgressSnapshot, elapsed_s: float) -> str:
     """The plain form of a snapshot."""
     parts = [f"[{clock_text(elapsed_s)}] step {snapshot.step}/{snapshot.total_steps} {snapshot.activity}"]
+    if snapshot.paused:
+        parts.append(f"PAUSED: {', '.join(snapshot.paused)}")
     parts += [f"{name} {pool.busy}/{pool.slots}" for name, pool in snapshot.pools.items()]
     for name, s in snapshot.sources.items():
         reward = "" if s.reward is None else f", reward {s.reward:.2f}"
@@ -161,6 +165,7 @@ def render(snapshot: ProgressSnapshot, elapsed_s: float) -> RenderableType:
         Text(clock_text(elapsed_s)),
         Text(f"{snapshot.activity} {snapshot.activity_s:.0f} s", style="cyan"),
         Text("" if snapshot.cap_rate is None else f"cap rate {snapshot.cap_rate:.0%}", style="dim"),
+        Text(f"PAUSED: {', '.join(snapshot.paused)}" if snapshot.paused else "", style="bold yellow"),
         Text(f"ALARM {', '.join(snapshot.alarms)}" if snapshot.alarms else "", style="bold red"),
     )
     pools = Table.grid(padding=(0, 1))
@@ -187,6 +192,8 @@ def stall_message(snapshot: ProgressSnapshot, waited_s: float) -> str:
 
 
 def _stall_parts(snapshot: ProgressSnapshot) -> Iterator[str]:
+    for reason, message in snapshot.paused.items():
+        yield f"paused: {reason} ({message})"
     if snapshot.activity != "waiting":
         yield f"the training loop has been {snapshot.activity} since {snapshot.activity_s:.0f} s"
     short = {name: s for name, s in snapshot.sources.items() if s.ready < s.quota}

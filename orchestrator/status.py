@@ -147,6 +147,8 @@ def _table(run_dir: Path, status: Mapping[str, Any], state: str, now: float) -> 
     row("step", f"{snapshot['step']} of {snapshot['total_steps']}, {snapshot['activity']}")
     row("last progress", f"{clock_text(max(now - status['last_progress_s'], 0.0))} ago")
     row("checkpoint", status["checkpoint"] or "none yet")
+    for reason, message in (snapshot.get("paused") or {}).items():
+        row("paused", f"{reason}: {message}")
     if alarms := snapshot.get("alarms"):
         row("alarms", ", ".join(alarms))
     if state == "running":
