@@ -10,6 +10,7 @@ failed. `Ledger.check` raises if the counts do not add up. What a resume needs i
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -107,6 +108,10 @@ class _Counts:
     """Of rolling groups: those that have not ended."""
     unfinished: Counter[int] = field(default_factory=Counter)
     """Groups that roll or are graded, by their version at admission."""
+    next_index: int = 0
+    """The mixer hands tasks out in the order of the stream: none below this one is admitted any more."""
+    back: set[int] = field(default_factory=set)
+    """Tasks from `next_index` on that a resume brought back; the stream passes over them."""
 
 
 class LedgerLog(Protocol):
@@ -155,7 +160,7 @@ class Ledger:
         self._grading: dict[str, CompleteGroup] = {}
         self._ready: dict[str, ReadyGroup] = {}
         self._training: dict[str, ReadyGroup] = {}
-        self._admitted: set[str] = set()
+        self._numbers = itertools.count()
         self._counts: dict[str, _Counts] = {}
         self.dispatched = 0
         """Trajectories admitted since the start (or brought back by a resume)."""
@@ -168,18 +173,24 @@ class Ledger:
     # ---- transitions ------------------------------------------------------------------------------------------------
 
     def admit(self, group: RollingGroup, *, again: bool = False) -> None:
-        """Take a group in. A group id is admitted once in a run; `again`: a resume brings it back from the log.
+        """Take a group in, the tasks of a source in the order of its stream. `again`: a resume brings the group back
+        from the log, in any order, and before any new one of its source.
 
         Raises:
-            ValueError: the id was admitted before.
+            ValueError: its task, or a later one of the source, was admitted before.
         """
-        if group.group_id in self._admitted:
-            raise ValueError(f"group {group.group_id} was admitted before")
-        group.number = len(self._admitted)
-        self._admitted.add(group.group_id)
+        counts = self._of(group.task.source)
+        if group.index < counts.next_index or group.index in counts.back:
+            raise ValueError(f"group {group.group_id}, or a later one of its source, was admitted before")
+        if again:
+            counts.back.add(group.index)
+        else:
+            counts.next_index = group.index + 1
+            if counts.back:  # of a resume; empty once the stream has passed them
+                counts.back = {index for index in counts.back if index > group.index}
+        group.number = next(self._numbers)
         self._rolling[group.group_id] = group
         self.dispatched += group.size
-        counts = self._of(group.task.source)
         counts.stages[Stage.ROLLING] += 1
         counts.trajectories += group.size
         counts.unfinished[group.version] += 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import tracemalloc
 from collections import Counter
 from random import Random
 
@@ -84,6 +86,39 @@ def test_a_group_id_is_admitted_once_even_after_its_end() -> None:
     ledger.end(complete(ledger, 0), GroupOutcome.SKIPPED_ALL_FAIL)
     with pytest.raises(ValueError, match="admitted before"):
         admit(ledger, 0)
+
+
+def test_groups_that_a_resume_brings_back_are_admitted_once_too() -> None:
+    """In any order, and then the stream goes on, past them; orders of admission are counted over all of them."""
+    ledger = Ledger()
+    back = [rolling_group(i) for i in (7, 2, 5)]
+    for group in back:
+        ledger.admit(group, again=True)
+    with pytest.raises(ValueError, match="admitted before"):
+        ledger.admit(rolling_group(5), again=True)
+    fresh = [admit(ledger, i) for i in (3, 4)]
+    for index in (2, 3, 5, 7):
+        with pytest.raises(ValueError, match="admitted before"):
+            admit(ledger, index)
+    fresh += [admit(ledger, i) for i in (6, 8)]
+    assert [g.number for g in (*back, *fresh)] == list(range(7))
+    assert not ledger._counts["code"].back, "the stream has passed them"
+
+
+def test_what_was_admitted_takes_no_memory_once_it_has_ended() -> None:
+    ledger = Ledger()
+
+    def groups(indices: range) -> int:
+        tracemalloc.start()
+        for index in indices:
+            ledger.end(complete(ledger, index), GroupOutcome.SKIPPED_ALL_FAIL)
+        gc.collect()
+        held = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+        return held
+
+    groups(range(10))
+    assert groups(range(10, 1010)) < 20_000, "bytes; ids alone would be 60,000"
 
 
 def test_a_slot_ends_once() -> None:
@@ -199,6 +234,17 @@ class Conservation(RuleBasedStateMachine):
         rolling = admit(self.ledger, len(self.admitted), size, self.version)
         self.admitted.add(rolling.group_id)
         self.open[rolling.group_id] = (rolling, dict.fromkeys(range(size), 0))
+
+    @precondition(lambda self: self.admitted)
+    @rule(pick=randoms(use_true_random=False), again=booleans())
+    def admit_twice(self, pick: Random, again: bool) -> None:
+        """Alive in this session: refused, however it came."""
+        living = sorted({*self.open, *self.complete, *self.ledger._ready})
+        if not living:
+            return
+        group = rolling_group(int(pick.choice(living).removeprefix("code-")))
+        with pytest.raises(ValueError, match="admitted before"):
+            self.ledger.admit(group, again=again)
 
     @precondition(lambda self: self.open)
     @rule(pick=randoms(use_true_random=False), end=sampled_from(["finish", "finish", "mask", "retry"]))
