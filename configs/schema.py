@@ -718,6 +718,20 @@ class ScalingConfig(Section):
     """Most actors that `gagar scale` gives one pool."""
 
 
+class SupervisionConfig(Section):
+    """When a part of a run counts as hung, and how often it is started again (docs/operations.md)."""
+
+    silent_after_s: PositiveFloat = 60.0
+    """A rollout worker, grader, engine or learner rank that gives no sign of life for this long counts as hung: it is
+    ended and replaced, as one that died is."""
+    learner_timeout_s: PositiveFloat = 1800.0
+    """One optimiser step, one publication of weights or one save of the learner's state that takes longer counts as
+    hung, even if its processes answer: ranks can wait for each other for ever."""
+    learner_restarts: NonNegativeInt = 3
+    """Times in a row, without a finished step between, that a lost learner is started again from the last checkpoint
+    while engines and workers stay; then the run ends."""
+
+
 class CheckpointConfig(Section):
     """Weights, optimiser, sampler and counters."""
 
@@ -801,6 +815,7 @@ class RunConfig(Section):
     learner: LearnerConfig
     scheduler: SchedulerConfig = SchedulerConfig()
     scaling: ScalingConfig = ScalingConfig()
+    supervision: SupervisionConfig = SupervisionConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     eval: EvalConfig | None = EvalConfig()
     """null switches held-out evaluation off."""

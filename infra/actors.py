@@ -145,6 +145,8 @@ class ScriptedActor:
         self.start_s = start_s
         self.broken = broken
         self.killed = False
+        self.hangs = False
+        """Does not answer `ready` any more."""
         self.running: set[asyncio.Future[Any]] = set()
 
     def kill(self) -> None:
@@ -174,6 +176,8 @@ class ScriptedActors:
         if handle.start_s:
             delay_s, handle.start_s = handle.start_s, 0.0
             await asyncio.sleep(delay_s)
+        if handle.hangs:
+            await asyncio.Event().wait()
         if handle.broken or handle.killed:
             raise Killed(handle.broken or "killed")
 

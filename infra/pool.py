@@ -47,10 +47,12 @@ class ActorPool:
         max_failures: int = 5,
         first_backoff_s: float = _FIRST_BACKOFF_S,
         ping_s: float = 10.0,
+        silent_after_s: float = 60.0,
         actors: Actors | None = None,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`ping_s`: how often an idle actor is asked whether it lives; a busy one's calls tell."""
+        """`ping_s`: how often a live actor is asked whether it lives; one that does not answer within `silent_after_s`
+        hangs, and is lost. Its methods must be coroutines, with room for one call more than it has slots."""
         self.name = name
         self.slots = slots
         self.restarts = 0
@@ -63,6 +65,7 @@ class ActorPool:
         self._max_failures = max_failures
         self._first_backoff_s = first_backoff_s
         self._ping_s = ping_s
+        self._silent_after_s = silent_after_s
         self._actors = actors or RayActors()
         self._members: list[Member] = []
         self._draining: dict[Member, asyncio.Task[None]] = {}
@@ -296,12 +299,19 @@ class ActorPool:
         self._spawn(self._watch(member))
 
     async def _watch(self, member: Member) -> None:
-        """Makes an actor live once it is ready; then asks it now and then, for an idle one whose node left tells nobody
-        by itself."""
+        """Makes an actor live once it is ready; then asks it now and then, for one whose process hangs, or an idle one
+        whose node left, tells nobody by itself."""
         while member.state is not ActorState.DEAD:
+            starting = member.state is ActorState.STARTING  # may wait for its node for as long as that takes
+            deadline = asyncio.timeout(None if starting else self._silent_after_s)
             try:
-                if member.busy == 0:
+                async with deadline:
                     await self._actors.ready(member.handle)
+            except TimeoutError:
+                if not deadline.expired():
+                    raise
+                self._lose(member, f"no sign of life for {self._silent_after_s:g} s")
+                return
             except self._actors.lost() as e:
                 self._lose(member, reason_of(e))
                 return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
+import signal
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -128,6 +129,23 @@ async def test_dead_actor_loses_its_calls_and_is_replaced(pool: ActorPool, tmp_p
     assert pool.occupancy() == (0, 4)
     names = {await pool.call("whoami") for _ in range(8)}
     assert lost.value.actor not in names
+
+
+@pytest.mark.e2e
+async def test_a_stopped_process_loses_its_calls_and_is_replaced(ray_session: None, tmp_path: Path) -> None:
+    pool = ActorPool("worker", factory, size=1, slots=2, first_backoff_s=0.05, ping_s=0.2, silent_after_s=2.0)
+    await pool.ready(60)
+    try:
+        pid = await pool.call("pid")
+        held = asyncio.create_task(pool.call("hold", str(tmp_path / "never")))
+        await until(lambda: pool.occupancy() == (1, 2))
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(ActorLost, match=r"no sign of life|died|killed"):
+            await asyncio.wait_for(held, 30)
+        assert await pool.call("pid") != pid
+        await until(lambda: not os.path.exists(f"/proc/{pid}"))
+    finally:
+        await pool.shutdown()
 
 
 @pytest.mark.e2e

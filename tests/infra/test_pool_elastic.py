@@ -195,6 +195,28 @@ async def test_an_idle_actor_whose_node_left_is_replaced_without_a_call_that_fin
     assert "rollout-1 was lost" in bench.said[0]
 
 
+async def test_an_actor_that_hangs_loses_its_calls_and_is_replaced() -> None:
+    bench = Bench(2, silent_after_s=0.05)
+    await bench.pool.ready()
+    held = [asyncio.create_task(bench.retried(job)) for job in "abcd"]
+    await until(lambda: bench.pool.occupancy() == (4, 4))
+    bench.actors["rollout-0"].hangs = True
+    await until(lambda: bench.pool.restarts == 1 and bench.pool.state().settled)
+    assert bench.actors["rollout-0"].killed
+    assert "rollout-0 was lost: no sign of life for 0.05 s; it is replaced" in bench.said
+    for job in "abcd":
+        bench.gates[job].set()
+    assert [await task for task in held] == list("abcd")
+    assert bench.finished == Counter("abcd")
+
+
+async def test_an_actor_that_starts_may_be_silent() -> None:
+    bench = Bench(1, silent_after_s=0.02)
+    bench.start_s = 0.2
+    await bench.pool.ready()
+    assert bench.pool.restarts == 0
+
+
 async def test_every_actor_hears_a_broadcast() -> None:
     bench = Bench(2)
     await bench.pool.ready()
