@@ -17,6 +17,8 @@ class Boundary(StrEnum):
     GRADER = "grader"
     LEARNER = "learner"
     STORAGE = "storage"
+    WORKER = "worker"
+    NETWORK = "network"
     CONFIG = "config"
     DRIVER = "driver"
 
@@ -25,6 +27,8 @@ class GagarError(Exception):
     """Base of all errors raised by this project. `str(error)` is the message a user should read."""
 
     boundary: Boundary = Boundary.DRIVER
+    exit_code: int = 1
+    """Of a command that ends with this error."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -35,3 +39,4 @@ class ConfigError(GagarError):
     """A configuration that cannot run. The message names file, key path, value and remedy."""
 
     boundary = Boundary.CONFIG
+    exit_code = 2

@@ -6,11 +6,13 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from infra.errors import GagarError
+from infra.errors import Boundary, GagarError
 
 
 class ActorLost(GagarError):
     """An actor died, or could not be started, while it owed the caller a result. The call may have run in part."""
+
+    boundary = Boundary.WORKER
 
     def __init__(self, actor: str, method: str, detail: str = "") -> None:
         super().__init__(f"actor {actor} was lost during {method}" + (f": {detail}" if detail else ""))
@@ -32,6 +34,8 @@ class ActorDrained(ActorLost):
 
 class ActorTimeout(GagarError):
     """A call did not end within its deadline; its actor was replaced."""
+
+    boundary = Boundary.WORKER
 
     def __init__(self, actor: str, method: str, timeout_s: float) -> None:
         super().__init__(f"actor {actor} did not finish {method} within {timeout_s:g} s and was replaced")
@@ -70,6 +74,10 @@ class Actors(Protocol):
 
     def kill(self, handle: Any) -> None:
         """Ends the actor at once."""
+        ...
+
+    def identity(self, handle: Any) -> str:
+        """The name under which its process registered for stacks (infra/stacks.py); "" where there is none."""
         ...
 
 
@@ -126,6 +134,10 @@ class RayActors:
         import ray
 
         ray.kill(handle)
+
+    def identity(self, handle: Any) -> str:
+        """See `Actors.identity`."""
+        return str(handle._actor_id.hex())
 
 
 class Killed(Exception):
@@ -206,6 +218,10 @@ class ScriptedActors:
     def kill(self, handle: ScriptedActor) -> None:
         """See `Actors.kill`."""
         handle.kill()
+
+    def identity(self, handle: ScriptedActor) -> str:
+        """Scripted actors share this process."""
+        return ""
 
 
 def _passes_on(future: asyncio.Future[Any]) -> Callable[[asyncio.Task[Any]], None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -51,6 +52,17 @@ class PoolState:
         return self.live == self.target and not self.starting and not self.draining
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OldestCall:
+    """The call of a pool that has run longest."""
+
+    actor: str
+    actor_id: str
+    """Ray's, in hexadecimal; "" for a scripted one."""
+    method: str
+    age_s: float
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class Member:
     """One actor of the pool."""
@@ -62,8 +74,8 @@ class Member:
     state: ActorState = ActorState.STARTING
     since_s: float = field(default_factory=time.monotonic)
     busy: int = 0
-    refs: set[Any] = field(default_factory=set)
-    """First results of its calls in flight."""
+    calls: dict[Any, tuple[str, float]] = field(default_factory=dict)
+    """Its calls in flight, the oldest first: first result -> method, and since when on `time.monotonic`."""
     revoked: bool = False
     """Its drain is over: what it still runs is handed back."""
     started: asyncio.Event = field(default_factory=asyncio.Event)
@@ -79,3 +91,13 @@ class Member:
         self.since_s = time.monotonic()
         if state is not ActorState.STARTING:
             self.started.set()
+
+
+def oldest_call(members: Sequence[Member], identity: Callable[[Any], str]) -> OldestCall | None:
+    """See `ActorPool.oldest_call`; `identity` is that of `Actors`."""
+    running = [(since_s, m, method) for m in members for method, since_s in list(m.calls.values())[:1]]
+    if not running:
+        return None
+    since_s, member, method = min(running, key=lambda call: call[0])
+    age_s = time.monotonic() - since_s
+    return OldestCall(actor=member.name, actor_id=identity(member.handle), method=method, age_s=age_s)

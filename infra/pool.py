@@ -18,7 +18,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from infra.actors import ActorDrained, ActorLost, Actors, ActorTimeout, RayActors, reason_of
-from infra.members import ActorLoad, ActorState, Member, PoolState
+from infra.members import ActorLoad, ActorState, Member, OldestCall, PoolState, oldest_call
 
 __all__ = ["ActorDrained", "ActorLoad", "ActorLost", "ActorPool", "ActorState", "ActorTimeout", "PoolState"]
 
@@ -175,6 +175,10 @@ class ActorPool:
             for m in [*self._members, *self._draining]
         ]
 
+    def oldest_call(self) -> OldestCall | None:
+        """The call that has run longest, whichever actor has it; None where none runs."""
+        return oldest_call([*self._members, *self._draining], self._actors.identity)
+
     @property
     def waiting(self) -> int:
         """Calls that wait for a slot."""
@@ -202,11 +206,11 @@ class ActorPool:
             if member.revoked:
                 raise ActorDrained(member.name, method)
             first, *rest = self._actors.call(member.handle, method, args, kwargs, num_returns)
-            member.refs.add(first)
+            member.calls[first] = (method, time.monotonic())
             try:
                 value = await self._wait(member, method, first, timeout_s)
             finally:
-                member.refs.discard(first)
+                member.calls.pop(first, None)
         finally:
             self._release(member)
         return (value, rest) if num_returns > 1 else value
@@ -339,7 +343,7 @@ class ActorPool:
             self.say(
                 f"{member.name} drains: {member.busy} of its calls outlast {drain_s:g} s and start again elsewhere"
             )
-            for ref in list(member.refs):
+            for ref in list(member.calls):
                 self._actors.cancel(ref)
             with contextlib.suppress(TimeoutError):  # ended all the same; its calls say that they were handed back
                 await asyncio.wait_for(member.idle.wait(), _GRACE_S)
