@@ -43,7 +43,9 @@ def simulate(
     """Run a trace under the virtual clock. `sampled`: with the samples for the plots, which take a kilobyte each.
 
     `schedule`: overlap is the scheduler as it is. sequential has the same pools, but grading is a phase of its own: it
-    begins when the groups of a step are collected, and no rollout goes on until it has ended.
+    begins when the groups of a step are collected, and no rollout goes on until it has ended. That is not what
+    `scheduler.overlap: false` does, which is simulated as any setting is: there the rollouts do not run ahead of the
+    learner either, and one would not see what overlapping the grading alone is worth.
 
     Raises:
         GagarError: the scheduler gave up, or stands still.
