@@ -20,6 +20,7 @@ from grader.exchange import GradeReply, GradeRequest, accept, base_state_of, los
 from infra.pool import ActorDrained, ActorLost, ActorPool, ActorTimeout
 from infra.spans import CANARY, GRADE, QUEUE
 from infra.telemetry import Telemetry
+from infra.waits import Waits
 from orchestrator.alarms import Alarm, GraderWatch
 from orchestrator.canaries import Canaries
 from orchestrator.clock import Clock
@@ -47,6 +48,7 @@ class GradingStage:
         on_grade: Callable[[CompleteGroup, GradeReply], None],
         on_alarm: Callable[[Alarm], None],
         check: Callable[[GradeRequest, GradeReply], GradeReply] = accept,
+        waits: Waits | None = None,
     ) -> None:
         """`seed` decides the candidates' orders (M2.5); `spawn` runs a coroutine beside the others of the run; `step`
         tells the optimiser steps done; `on_grade` and `on_alarm` are told what comes of it."""
@@ -61,6 +63,7 @@ class GradingStage:
         self._on_alarm = on_alarm
         self._step = step
         self._check = check
+        self._waits = waits or Waits()
         self._deadline_s = config.timeout_s * 1.5 + 10.0
         """The worker keeps timeout_s itself; this one is for a worker that hangs."""
         self._queue: asyncio.Queue[CompleteGroup] = asyncio.Queue()
@@ -86,14 +89,19 @@ class GradingStage:
         """Consumes the queue; starts one grading a free slot, and a canary after it when one is due. Unblocked by a
         freed slot. Slots are given out in turn, so a canary waits for one no longer than a group would."""
         while True:
-            group = await self._queue.get()
-            await self.slots.acquire()
+            with self._waits.on("grading", "the queue of complete groups", lambda: "empty"):
+                group = await self._queue.get()
+            with self._waits.on("grading", "a free slot of the grader pool", self._occupancy):
+                await self.slots.acquire()
             since_s = self.waiting.pop(group.group_id)
             self._telemetry.record_span(QUEUE, since_s, self._clock.now(), group_id=group.group_id)
             self._spawn(self._grade(group))
             del group  # else its payloads stay in the object store until the next one comes
             if self._canaries is not None and self._canaries.due(self._canaries_at_once):
                 self._spawn(self._grade_canary(self._canaries))
+
+    def _occupancy(self) -> str:
+        return f"{self.slots.taken} of {self.slots.size} slots taken, {len(self.waiting)} groups wait"
 
     async def _grade(self, group: CompleteGroup) -> None:
         """One group, in a slot that was acquired for it."""

@@ -31,6 +31,8 @@ from infra.errors import GagarError
 from infra.sinks import JsonlFile
 from infra.spans import CHECKPOINT, LEARN, PUBLISH
 from infra.telemetry import Telemetry
+from infra.waits import Waits
+from infra.watchdog import Stalled
 from learner.group import PayloadsLost, StepStats
 from orchestrator.admission import Admission
 from orchestrator.alarms import SupplyWatch
@@ -54,6 +56,14 @@ from rollout.trajectory import Trajectory
 __all__ = ["Observer", "Parts", "Scheduler", "StepRecord"]
 
 
+_PARTS: dict[Activity, str] = {
+    "learning": "the learner's ranks: an optimiser step",
+    "publishing": "the learner's ranks and the engines: new weights",
+    "checkpointing": "the learner's ranks and the disk: a checkpoint",
+}
+"""Whom `_train` waits for."""
+
+
 class Scheduler:
     """Runs the training of one run from `start_step` to the configured number of steps."""
 
@@ -73,6 +83,7 @@ class Scheduler:
         admission: Admission | None = None,
         kept: Sequence[KeptGroup] = (),
         clock: Clock | None = None,
+        waits: Waits | None = None,
     ) -> None:
         """`kept`: groups that an earlier session left behind, brought back before anything new is admitted."""
         self.config = config
@@ -83,6 +94,8 @@ class Scheduler:
         self.telemetry = telemetry
         self.admission = admission or Admission.of(config)
         self.clock = clock or Clock()
+        self.waits = waits or Waits()
+        """Which loop waits for what, for whoever looks while nothing moves."""
         self.pauses = Pauses(self.clock)
         """Why nothing is admitted and no step is begun."""
         self.step = start_step
@@ -105,6 +118,7 @@ class Scheduler:
             spawn=self._spawn,
             on_end=self._take,
             on_retry=self._on_retry,
+            waits=self.waits,
         )
         self.grading: GradingStage | None = None
         """None where nothing is graded."""
@@ -119,6 +133,7 @@ class Scheduler:
                 spawn=self._spawn,
                 step=lambda: self.step,
                 on_grade=self._on_grade,
+                waits=self.waits,
                 on_alarm=observer.on_alarm,
             )
         graded = [n for n, source in parts.sources.items() if self.grading and source.kind is TaskKind.CODE]
@@ -179,7 +194,8 @@ class Scheduler:
             )
             if source is None:
                 await self._grade_held()
-                await self._room.wait()
+                with self.waits.on("admission", "room under the bounds", self._bounds):
+                    await self._room.wait()
                 continue
             index = self.mixer.take_index(source)
             rolling = self._rolling(f"{source}-{index:06d}", source, index, self.config.algorithm.group_size, self.step)
@@ -348,7 +364,8 @@ class Scheduler:
             if limits.overlap or self.ledger.count(Stage.ROLLING) + self.ledger.count(Stage.GRADING) == 0:
                 batch = self.ledger.take_batch(self.mixer.quotas, step=self.step, wait_staleness=wait_staleness)
             if batch is None:
-                await self._supplied.wait()
+                with self.waits.on("training", "the groups of the batch", self._missing):
+                    await self._supplied.wait()
                 continue
             if any(is_stale(ready.group, self.step, limits.staleness) for ready in batch):
                 raise GagarError("a token older than scheduler.max_staleness was about to be trained on; report this")
@@ -370,7 +387,7 @@ class Scheduler:
     def _doing(self, activity: Activity, span: str, step: int) -> Iterator[None]:
         self.activity = (activity, self.clock.now())
         try:
-            with self.telemetry.span(span, step=step):
+            with self.telemetry.span(span, step=step), self.waits.on("training", _PARTS[activity]):
                 yield
         finally:
             self.moved_s = self.clock.now()
@@ -380,16 +397,25 @@ class Scheduler:
     # ---- watching ---------------------------------------------------------------------------------------------------
 
     async def _watch(self) -> None:
-        """Every second shows progress. Raises GagarError when nothing has moved for `abort_after_s`."""
+        """Every second shows progress. Raises Stalled when nothing has moved for `abort_after_s`."""
         while True:
             await asyncio.sleep(1.0)
             still_s = self.clock.now() - self.moved_s
             self._observer.on_tick(self, still_s)
             if still_s > self.config.scheduler.abort_after_s:
-                raise GagarError(
+                raise Stalled(
                     f"nothing moved for {still_s:.0f} s (scheduler.abort_after_s); look at the stall messages above; "
                     "the last checkpoint is intact, the same command with --resume goes on from it"
                 )
+
+    def _bounds(self) -> str:
+        limit = self.config.scheduler.max_inflight_groups
+        slots = self.rollouts.slots
+        return f"{self.ledger.inflight} of {limit} groups in flight, {slots.taken} of {slots.size} rollout slots taken"
+
+    def _missing(self) -> str:
+        ready = ((name, self.ledger.count(Stage.READY, name), n) for name, n in self.mixer.quotas.items())
+        return ", ".join(f"{name} {have} of {n}" for name, have, n in ready if have < n) or "none is missing"
 
     def supply_figures(self) -> dict[str, float]:
         """Metrics of the mixer and of the admission, now."""

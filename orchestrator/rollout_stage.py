@@ -17,6 +17,7 @@ from infra.errors import GagarError
 from infra.pool import ActorDrained, ActorLost, ActorPool, ActorTimeout
 from infra.spans import ROLLOUT
 from infra.telemetry import Telemetry
+from infra.waits import Waits
 from orchestrator.clock import Clock, Paused
 from orchestrator.ledger import Member, RollingGroup
 from orchestrator.slots import Slots
@@ -39,6 +40,7 @@ class RolloutStage:
         spawn: Callable[[Coroutine[Any, Any, None]], None],
         on_end: OnEnd,
         on_retry: Callable[[Trajectory], None],
+        waits: Waits | None = None,
     ) -> None:
         """`spawn` runs a coroutine beside the others of the run; `on_end` is awaited for every trajectory that counts,
         `on_retry` told of every one that is sampled again."""
@@ -49,6 +51,7 @@ class RolloutStage:
         self._spawn = spawn
         self._on_end = on_end
         self._on_retry = on_retry
+        self._waits = waits or Waits()
         self.paused = Paused(clock)
         self.slots = Slots(max(pool.occupancy()[1], 1))
         self._queue: asyncio.PriorityQueue[tuple[int, int, int, int, RollingGroup]] = asyncio.PriorityQueue()
@@ -62,10 +65,15 @@ class RolloutStage:
     async def run(self) -> None:
         """Consumes the queue; starts one trajectory a free slot. Unblocked by a freed slot."""
         while True:
-            await self.slots.acquire()
-            _, slot, attempt, losses, rolling = await self._queue.get()
+            with self._waits.on("rollouts", "a free slot of the rollout pool", self._occupancy):
+                await self.slots.acquire()
+            with self._waits.on("rollouts", "the queue of admitted groups", lambda: "empty"):
+                _, slot, attempt, losses, rolling = await self._queue.get()
             self._spawn(self._one(rolling, slot, attempt, losses))
             del rolling
+
+    def _occupancy(self) -> str:
+        return f"{self.slots.taken} of {self.slots.size} slots taken, {self._queue.qsize()} trajectories queued"
 
     async def _one(self, rolling: RollingGroup, slot: int, attempt: int, losses: int) -> None:
         """One trajectory, in a slot that was acquired for it."""
