@@ -19,6 +19,7 @@ from configs.schema import WandbConfig
 from infra.errors import StorageError
 from infra.sinks import JsonlFile, WandbSink, histogram, wandb_mode
 from infra.spans import Interval, Span
+from infra.storage import Storage
 
 Attr = str | int | float
 
@@ -26,8 +27,11 @@ Attr = str | int | float
 class Telemetry:
     """What a run tells about itself. Used from one thread, the driver's."""
 
-    def __init__(self, run_dir: Path, *, wandb: WandbConfig, config: Mapping[str, Any]) -> None:
-        """Open the run's files for appending; `config` is the resolved configuration, shown in W&B.
+    def __init__(
+        self, run_dir: Path, *, wandb: WandbConfig, config: Mapping[str, Any], storage: Storage | None = None
+    ) -> None:
+        """Open the run's files for appending; `config` is the resolved configuration, shown in W&B. `storage`: where
+        the files wait for a disk that takes nothing; None: they raise.
 
         A resumed run cuts the files back to its checkpoint before it gets here; the W&B run goes on under the id kept
         in the folder.
@@ -40,8 +44,9 @@ class Telemetry:
         except OSError as e:
             raise StorageError(f"{run_dir}: cannot be created ({e}); choose another `output`") from e
         self.run_dir = run_dir
-        self._metrics = JsonlFile(run_dir / "metrics.jsonl", sync=True)
-        self._spans = JsonlFile(run_dir / "spans.jsonl", sync=False)
+        self.storage = storage
+        self._metrics = JsonlFile(run_dir / "metrics.jsonl", sync=True, storage=storage)
+        self._spans = JsonlFile(run_dir / "spans.jsonl", sync=False, storage=storage)
         self._spans.append({"anchor": {"monotonic_s": time.monotonic(), "unix_s": time.time(), "pid": os.getpid()}})
         self._closed: list[Span] = []
         self._open: dict[int, Span] = {}

@@ -11,6 +11,7 @@
     grading_stage.run    complete code groups      grades                    a slot that came free
     _train               ready groups by quota     weights in the engines    a group that became ready
     _watch               the clock                 progress, the abort       a second that passed
+    saving.run           failed writes             a pause, and its end      a write that failed or worked
 
 No stage waits for another one's batch: groups are graded the moment they complete, while others roll out and the
 learner steps. What is under way is bounded where it is admitted (dispatch.py). The driver holds metadata and
@@ -30,6 +31,7 @@ from grader.exchange import GradeReply
 from infra.errors import GagarError
 from infra.sinks import JsonlFile
 from infra.spans import CHECKPOINT, LEARN, PUBLISH
+from infra.storage import Storage
 from infra.telemetry import Telemetry
 from infra.waits import Waits
 from infra.watchdog import Stalled
@@ -51,6 +53,7 @@ from orchestrator.parts import Observer, Parts, StepRecord
 from orchestrator.pause import Pauses
 from orchestrator.progress import Activity
 from orchestrator.rollout_stage import RolloutStage
+from orchestrator.saving import Saving
 from rollout.trajectory import Trajectory
 
 __all__ = ["Observer", "Parts", "Scheduler", "StepRecord"]
@@ -84,13 +87,14 @@ class Scheduler:
         kept: Sequence[KeptGroup] = (),
         clock: Clock | None = None,
         waits: Waits | None = None,
+        storage: Storage | None = None,
     ) -> None:
-        """`kept`: groups that an earlier session left behind, brought back before anything new is admitted."""
+        """`kept`: groups that an earlier session left behind, brought back before anything new is admitted. `storage`:
+        where the run's files report that they cannot be written."""
         self.config = config
         self.parts = parts
         self.ledger = ledger
         self.mixer = mixer
-        self._checkpoints = checkpoints
         self.telemetry = telemetry
         self.admission = admission or Admission.of(config)
         self.clock = clock or Clock()
@@ -106,6 +110,15 @@ class Scheduler:
         """What `_train` does, and since when."""
         self.supply = SupplyWatch(mixer)
         self._observer = observer
+        self.saving = Saving(
+            storage=storage or Storage(),
+            checkpoints=checkpoints,
+            pauses=self.pauses,
+            ledger=ledger,
+            mixer=mixer,
+            abort_after_s=config.scheduler.abort_after_s,
+            on_alarm=observer.on_alarm,
+        )
         self._exit = Exit(config=config, ledger=ledger, mixer=mixer, audit=audit, archive=archive)
         self._kept = kept
         self._grades = {group.group_id: group.reply for group in kept if group.reply is not None and group.whole}
@@ -159,7 +172,7 @@ class Scheduler:
         self.activity = ("waiting", self.moved_s)
         async with asyncio.TaskGroup() as group:
             self._group = group
-            loops = [self._admit(), self.rollouts.run(), self._watch()]
+            loops = [self._admit(), self.rollouts.run(), self._watch(), self.saving.run()]
             if self.grading is not None:
                 loops.append(self.grading.run())
             for loop in loops:
@@ -329,7 +342,9 @@ class Scheduler:
             record, self._record = self._record, StepRecord(started_s=self.moved_s)
             self._observer.on_step(self, record, stats)
             if step % self.config.checkpoint.every_steps == 0 or step == self.config.steps:
-                await self._checkpoint(step)
+                with self._doing("checkpointing", CHECKPOINT, step):
+                    path = await self.saving.checkpoint(step, self.parts.learner)
+                self._observer.on_checkpoint(path)
 
     async def _learn(self, step: int) -> tuple[list[ReadyGroup], StepStats]:
         """One optimiser step, and the groups that it trained on. Those whose payloads were lost with a node end, and
@@ -370,18 +385,6 @@ class Scheduler:
             if any(is_stale(ready.group, self.step, limits.staleness) for ready in batch):
                 raise GagarError("a token older than scheduler.max_staleness was about to be trained on; report this")
             return batch
-
-    async def _checkpoint(self, step: int) -> None:
-        """State, logs and the ledger's mark are of one moment; what the ledger holds of it is on the disk first."""
-        log = self.ledger.log
-        mark = log.mark() if log is not None else None
-        with self._doing("checkpointing", CHECKPOINT, step):
-            state = {"mixer": self.mixer.state(self.ledger.pending()), "ledger": mark}
-            before = log.flush if log is not None else None
-            path = await self._checkpoints.save(step, self.parts.learner, state, before=before)
-        if log is not None and mark is not None:
-            log.forget(mark)
-        self._observer.on_checkpoint(path)
 
     @contextmanager
     def _doing(self, activity: Activity, span: str, step: int) -> Iterator[None]:

@@ -16,6 +16,7 @@ from envs.task import ExactAnswer, Split, Task, TaskKind
 from grader.exchange import GradeReply, GradeRequest, lost_reply
 from infra.members import PoolState
 from infra.sinks import JsonlFile
+from infra.storage import Storage
 from learner.group import BatchItem
 from orchestrator.alarms import Alarm
 from orchestrator.archive import GroupArchive
@@ -178,6 +179,11 @@ class ScriptedLearner:
         path.mkdir()
 
 
+async def at_once(work: Callable[..., Any], *args: Any) -> Any:
+    """As asyncio.to_thread, in the loop: one with a virtual clock has no threads."""
+    return work(*args)
+
+
 class ScriptedEngines:
     """Stands for EnginePool."""
 
@@ -194,6 +200,7 @@ class MemoryLog:
         self.rows: dict[str, dict[str, Any]] = {}
         self.disk: dict[Path, Trajectory] = {}
         self.grades: Counter[str] = Counter()
+        self.forgotten = 0
         self._ends = 0
 
     def admitted(self, group: RollingGroup) -> None:
@@ -215,6 +222,7 @@ class MemoryLog:
         await asyncio.sleep(0)
 
     def forget(self, mark: int) -> None:
+        self.forgotten = mark
         self.rows = {k: r for k, r in self.rows.items() if r["ended"] is None or r["ended"] > mark}
 
     def keep(self, trajectory: Trajectory) -> None:
@@ -222,12 +230,14 @@ class MemoryLog:
         group_id, slot = trajectory.trajectory_id.split("/")
         self.disk[Path(group_id) / f"{slot}.npz"] = trajectory
 
-    def load(self, mark: int) -> list[KeptGroup]:
+    def load(self, mark: int, oldest: int | None = None) -> list[KeptGroup]:
         """As LedgerStore.load."""
-        self.forget(mark)
+        self.forget(mark if oldest is None else oldest)
         self._ends = mark
         kept = []
         for row in self.rows.values():
+            if row["ended"] is not None and row["ended"] <= mark:
+                continue
             row.update(ended=None, outcome=None)
             g = row["group"]
             files = {int(p.stem.split(".")[0]): p for p in sorted(self.disk) if p.parent.name == g.group_id}
@@ -295,6 +305,8 @@ class Run:
         kept: Sequence[KeptGroup] = (),
         taken: Sequence[KeptGroup] | None = None,
         checkpoint: Checkpoint | None = None,
+        keep: int = 1,
+        storage: Storage | None = None,
     ) -> None:
         """With `grader.canaries` in the configuration, as build.py makes them. `observer` None: the run itself.
         `taken`: groups whose tasks count as done, if others than `kept`."""
@@ -305,7 +317,7 @@ class Run:
         self.engines = ScriptedEngines()
         self.telemetry = telemetry or ScriptedTelemetry()
         self.ledger = Ledger(log)
-        self.audit = JsonlFile(run_dir / "groups.jsonl", sync=False)
+        self.audit = JsonlFile(run_dir / "groups.jsonl", sync=False, storage=storage)
         self.steps: list[int] = []
         self.alarms: list[Alarm] = []
         self.retries: Counter[str] = Counter()
@@ -328,12 +340,13 @@ class Run:
             ledger=self.ledger,
             mixer=self.mixer,
             audit=self.audit,
-            checkpoints=Checkpoints(run_dir, keep=1),
+            checkpoints=Checkpoints(run_dir, keep=keep, storage=storage, in_thread=at_once),
             telemetry=cast(Any, self.telemetry),
             observer=observer or self,
             start_step=checkpoint.step if checkpoint else 0,
             archive=archive,
             kept=kept,
+            storage=storage,
         )
 
     def on_step(self, scheduler: Scheduler, record: Any, stats: Any) -> None:
