@@ -17,7 +17,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from configs.errors import ConfigError
-from configs.problems import KeyPath, Problem, report, show
+from configs.problems import KeyPath, Problem, line, report, show
 from configs.schema import RunConfig
 from configs.secrecy import redact
 from configs.sft_schema import SftRecipe
@@ -39,6 +39,10 @@ class Loaded(Generic[Model]):
     def refuse(self, problems: Sequence[Problem]) -> ConfigError:
         """The one error that reports these problems."""
         return _report(self.file, problems, self.origins)
+
+    def lines(self, problems: Sequence[Problem]) -> list[str]:
+        """What is to be said about these, one line each, where nothing is refused."""
+        return [line(self.file, problem, self.origins) for problem in _hidden(problems)]
 
 
 def load(model: type[Model], file: Path, overrides: Sequence[str] = (), arms: Sequence[Path] = ()) -> Loaded[Model]:
@@ -79,8 +83,11 @@ def _refuse_other_kind(model: type[BaseModel], file: Path, data: Mapping[str, An
 
 def _report(file: Path, problems: Sequence[Problem], origins: Mapping[KeyPath, str]) -> ConfigError:
     """The error for these problems, without what looks like a secret in a value."""
-    hidden = [replace(p, shown=None if p.shown is None else redact(p.shown)) for p in problems]
-    return report(file, hidden, origins)
+    return report(file, _hidden(problems), origins)
+
+
+def _hidden(problems: Sequence[Problem]) -> list[Problem]:
+    return [replace(p, shown=None if p.shown is None else redact(p.shown)) for p in problems]
 
 
 # ---- reading YAML ---------------------------------------------------------------------------------------------------

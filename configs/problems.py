@@ -35,13 +35,14 @@ class Problem:
 
 def report(file: Path, problems: Sequence[Problem], origins: Mapping[KeyPath, str]) -> ConfigError:
     """One error for all problems, one line each."""
-    lines = [_line(file, problem, origins) for problem in problems]
+    lines = [line(file, problem, origins) for problem in problems]
     if len(lines) == 1:
         return ConfigError(lines[0])
-    return ConfigError("\n".join([f"{file} has {len(lines)} problems:", *(f"  {line}" for line in lines)]))
+    return ConfigError("\n".join([f"{file} has {len(lines)} problems:", *(f"  {text}" for text in lines)]))
 
 
-def _line(file: Path, problem: Problem, origins: Mapping[KeyPath, str]) -> str:
+def line(file: Path, problem: Problem, origins: Mapping[KeyPath, str]) -> str:
+    """Place, key, value, what is wrong and what to do."""
     where = str(file)
     for length in range(len(problem.path), 0, -1):
         if (found := origins.get(problem.path[:length])) is not None:

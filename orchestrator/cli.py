@@ -69,7 +69,7 @@ def train(
     """Train a policy with everything a configuration says."""
     from configs.check import resolved
 
-    loaded = _load(config, overrides, arm, name)
+    loaded = _load(config, overrides, arm, name, advise=True)
     if dry_run:
         import yaml
 
@@ -164,8 +164,8 @@ cli_bench.register(app)
 
 @config_app.command(epilog="Example: gagar config check configs/learn.yaml steps=40")
 def check(config: Config, overrides: Overrides = None, arm: Arms = None) -> None:
-    """Find unknown keys, wrong values, impossible combinations and keys without effect."""
-    loaded = _load(config, overrides, arm, None)
+    """Find unknown keys, wrong values, impossible combinations and keys without effect; warn of pools that may idle."""
+    loaded = _load(config, overrides, arm, None, advise=True)
     typer.echo(f"{config}: ok ({loaded.steps} steps, sources {', '.join(loaded.sources)})")
 
 
@@ -179,12 +179,18 @@ def show(config: Config, overrides: Overrides = None, arm: Arms = None) -> None:
     typer.echo(yaml.safe_dump(resolved(_load(config, overrides, arm, None)), sort_keys=False), nl=False)
 
 
-def _load(config: Path, overrides: list[str] | None, arms: list[Path] | None, name: str | None) -> RunConfig:
-    """The checked RunConfig, its task sources included."""
+def _load(
+    config: Path, overrides: list[str] | None, arms: list[Path] | None, name: str | None, *, advise: bool = False
+) -> RunConfig:
+    """The checked RunConfig, its task sources included. `advise`: say what of it runs but wastes something."""
+    from configs.advice import find_advice
     from configs.check import load_run
 
     named = [] if name is None else [f"name={json.dumps(name)}"]
-    return load_run(config, [*(overrides or []), *named], arms or [], also=_task_sources).config
+    loaded = load_run(config, [*(overrides or []), *named], arms or [], also=_task_sources)
+    for text in loaded.lines(find_advice(loaded.config)) if advise else ():
+        typer.echo(f"warning: {text}", err=True)
+    return loaded.config
 
 
 def _task_sources(config: RunConfig) -> Iterator[Problem]:

@@ -8,11 +8,12 @@ from pathlib import Path
 
 from rich.console import Console
 
+from configs.advice import find_advice
 from configs.trace_schema import TraceConfig
 from infra.errors import StorageError
 from orchestrator.simulation.figures import SimulatedStep, Simulation
 from orchestrator.simulation.plots import write_plots
-from orchestrator.simulation.report import check_trace, print_report, step_line, summary
+from orchestrator.simulation.report import print_report, step_line, summary
 from orchestrator.simulation.run import Schedule, simulate
 
 
@@ -23,8 +24,8 @@ def run_simulation(trace: TraceConfig, *, schedules: Sequence[Schedule], output:
         GagarError: the scheduler gave up, or the results cannot be written.
     """
     console = Console()
-    for note in check_trace(trace):
-        console.print(f"note: {note}")
+    for advice in find_advice(trace.run_config()):
+        console.print(f"warning: {'.'.join(map(str, advice.path))} = {advice.shown}: {advice.message}")
     runs: list[Simulation] = []
     for schedule in schedules:
         before_s = 0.0

@@ -8,7 +8,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from configs.trace_schema import TraceConfig
 from orchestrator.simulation.figures import Ideal, SimulatedStep, Simulation, ideal
 
 POOLS = ("rollout", "grading", "learning")
@@ -146,15 +145,3 @@ def _percent(share: float) -> str:
 def _staleness(run: Simulation) -> str:
     counts = run.staleness
     return ", ".join(f"{steps}: {_percent(count / counts.total())}" for steps, count in sorted(counts.items()))
-
-
-def check_trace(trace: TraceConfig) -> list[str]:
-    """What about a trace makes its figures say little."""
-    notes = []
-    slots = trace.scheduler.max_inflight_groups * trace.group_size
-    if slots < trace.rollout.slots:
-        notes.append(
-            f"scheduler.max_inflight_groups={trace.scheduler.max_inflight_groups} x group_size={trace.group_size} "
-            f"cannot fill rollout.slots={trace.rollout.slots}: raise it"
-        )
-    return notes

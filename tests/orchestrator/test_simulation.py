@@ -307,6 +307,13 @@ def test_the_command_prints_and_writes(tmp_path: Path) -> None:
     assert [r["schedule"] for r in results] == ["overlap", "sequential"] and results[0]["steps"] == 3
 
 
+def test_the_command_warns_of_a_bound_that_leaves_pools_idle(tmp_path: Path) -> None:
+    few = ["scheduler={max_inflight_groups: 300}", "steps=1", "warmup_steps=0", "--scale", "0.02"]
+    result = CliRunner().invoke(app, ["simulate", str(PUBLISHED), *few, "--output", str(tmp_path)])
+    said = " ".join(result.output.split())
+    assert "warning: scheduler.max_inflight_groups = 6: may leave pools idle: 410 rollout slots" in said
+
+
 def test_an_unknown_schedule_is_one_message() -> None:
     result = CliRunner().invoke(app, ["simulate", str(PUBLISHED), "--compare", "fast"])
     assert isinstance(result.exception, ConfigError) and "choose from overlap, sequential" in str(result.exception)
