@@ -1,4 +1,4 @@
-"""What about a configuration runs, but wastes what it asks for. Nothing here keeps it from running, unlike `configs.rules`.
+"""What about a configuration runs, but wastes what it asks for. Unlike `configs.rules`, nothing here refuses it.
 
 Each piece of advice is a function that yields problems; `ADVICE` is the whole list.
 """
