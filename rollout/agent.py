@@ -18,7 +18,7 @@ from envs.sandbox import Sandbox, SandboxProvider
 from envs.task import FinalState, HiddenTests, Task
 from envs.verifier import Verification, verify_answer, verify_patch, verify_state
 from envs.workspace import extract_patch, prepare
-from infra.errors import EngineError, SandboxError, VerifierError
+from infra.errors import EngineError, SandboxError, VerifierError, WorkspaceError
 from rollout.chat import ChatFormat, parse_action, render_error, render_observation
 from rollout.engine import Engine, Generation
 from rollout.trajectory import Payload, Status, Trajectory, Transcript, Turn
@@ -260,6 +260,8 @@ async def run_episode(
         if not wall.expired():
             raise
         status, error = Status.INFRA_WALL, f"not done within limits.wall_s = {config.limits.wall_s:g} s"
+    except WorkspaceError as e:
+        status, error = Status.INFRA_SETUP, e.message
     except SandboxError as e:
         status, error = Status.INFRA_SANDBOX, e.message
     except EngineError as e:

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from infra.errors import EngineError
 
-_SETTLE_S = 2.0
-"""Time that Ray gets to notice a death before the survivors are asked again."""
+_AGAIN_S = 2.0
+"""Pause before replicas that were all lost are asked again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,12 +128,13 @@ class EngineClient:
 
     All requests of a group go to one replica, whose prefix cache their siblings fill. If it is lost, the request in
     flight starts again on the next one; nothing of it had been used. A replica that was lost is asked again after all
-    others, and once more a little later: it may be restarting. Only then is the request lost.
+    others, and for `patience_s` again and again: it may be restarting. Only then is the request lost.
     """
 
-    def __init__(self, name: str, handles: Sequence[Any] | Mapping[int, Any]) -> None:
+    def __init__(self, name: str, handles: Sequence[Any] | Mapping[int, Any], *, patience_s: float = 60.0) -> None:
         """`handles` by number of the replica, or in order."""
         self.name = name
+        self.patience_s = patience_s
         self._handles = dict(handles if isinstance(handles, Mapping) else enumerate(handles))
         self._suspect: set[int] = set()
 
@@ -160,11 +162,14 @@ class EngineClient:
             "stop_ids": tuple(stop_ids),
             "json_schema": json_schema,
         }
-        try:
-            return await self._try_all(request)
-        except EngineLost:
-            await asyncio.sleep(_SETTLE_S)
-            return await self._try_all(request)
+        deadline_s = time.monotonic() + self.patience_s
+        while True:
+            try:
+                return await self._try_all(request)
+            except EngineLost:
+                if not self._handles or time.monotonic() >= deadline_s:
+                    raise
+            await asyncio.sleep(_AGAIN_S)
 
     async def _try_all(self, request: dict[str, Any]) -> Generation:
         """The first replica that answers; one that restarts keeps the request until it serves."""

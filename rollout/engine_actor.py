@@ -9,6 +9,7 @@ import threading
 from typing import Any
 
 from configs.schema import EngineConfig
+from infra import process
 from infra.errors import EngineError
 from rollout.engine import EngineLost, EngineStats, Generation
 from rollout.vllm_engine import VllmEngine
@@ -50,11 +51,14 @@ class EngineActor:
         """`held`: keeps its requests until `adopt`, as after a restart."""
         import ray
 
+        process.enter()
         os.environ.update(environment(config))  # where Ray hands out a worker that it had prepared without them
         self._name = name
         restarted = ray.get_runtime_context().was_current_actor_reconstructed
         self._engine = VllmEngine(config, seed=seed, held=held or restarted, on_lost=self._end)
         self._updating = asyncio.Lock()
+        self._published_to = False
+        """A learner holds the lock."""
 
     async def ready(self) -> EngineStats:
         """Returns when the engine is loaded. Raises EngineError naming this replica."""
@@ -63,6 +67,10 @@ class EngineActor:
         except EngineError as e:
             raise EngineError(f"{self._name}: {e}") from None
         return await self._engine.stats()
+
+    async def pid(self) -> int:
+        """Process id on its node."""
+        return os.getpid()
 
     async def gone(self) -> None:
         """Never returns: a call that fails when the actor does."""
@@ -100,8 +108,13 @@ class EngineActor:
         await self._engine.weight_transfer("init_weight_transfer_engine", init_info=request.init_info)
 
     async def start_weight_update(self) -> None:
-        """Pauses after the current step, requests in flight kept."""
-        await self._updating.acquire()
+        """Pauses after the current step, requests in flight kept. An update that its learner did not live to finish is
+        closed first, and nothing is sampled between: there is one learner at a time."""
+        if self._published_to:
+            await self._engine.weight_transfer("finish_weight_update")
+        else:
+            await self._updating.acquire()
+            self._published_to = True
         await self._engine.weight_transfer("start_weight_update")
 
     async def update_weights(self, request: Any) -> None:
@@ -111,6 +124,7 @@ class EngineActor:
     async def finish_weight_update(self, version: int) -> None:
         """Takes the new version and goes on."""
         await self._engine.finish(version)
+        self._published_to = False
         self._updating.release()
 
     async def shutdown_weight_transfer_engine(self) -> None:

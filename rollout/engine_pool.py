@@ -19,7 +19,9 @@ from infra.placement import actor_options
 from rollout.engine import EngineClient, EngineLost, EngineStats, answer
 
 _RESTARTS = 3
-"""Restarts of one replica before it counts as dead."""
+"""Restarts of one replica in a row that fail, before it is given up."""
+_PING_S = 10.0
+"""How often a live replica is asked whether it lives."""
 _SETTLE_S = 2.0
 """Time that Ray gets to notice a death before the survivors are asked again; and that requests already on their way to
 a draining replica get to arrive."""
@@ -65,15 +67,18 @@ class EnginePool:
         *,
         name: str = "policy",
         seed: int = 0,
+        silent_after_s: float = 60.0,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`say` is told, in a line, of replicas that do not start. Raises ConfigError where the combination cannot
-        run."""
+        """A live replica that does not answer within `silent_after_s` hangs, and is ended as if it had died; an engine
+        answers between two steps. `say` is told, in a line, of replicas that are lost or do not start. Raises
+        ConfigError where the combination cannot run."""
         if config.weight_transfer == "nccl" and config.device != "cuda":
             raise ConfigError("engine.weight_transfer=nccl needs engine.device=cuda; use ray_object on a CPU")
         self.config = config
         self.name = name
         self.seed = seed
+        self.silent_after_s = silent_after_s
         self.say = say
         self.slots = config.max_num_seqs
         """Sequences that one replica decodes at once."""
@@ -219,6 +224,11 @@ class EnginePool:
         self._published = (version, update_info)
         self._quiet.set()
 
+    def expect(self) -> None:
+        """The learner was lost, and with it the weights that it had published: who restarts or joins waits for the next
+        ones."""
+        self._quiet.clear()
+
     async def stats(self) -> EngineStats:
         """Of the replicas that answer, added up. Raises EngineLost if there is none."""
         answers = await asyncio.gather(*(answer(h.stats.remote()) for h in self.handles), return_exceptions=True)
@@ -249,7 +259,7 @@ class EnginePool:
         actor = ray.remote(EngineActor).options(
             **actor_options(config.resources, gpus=gpus),
             max_concurrency=_CALLS_AT_ONCE,
-            max_restarts=_RESTARTS if config.weight_transfer == "ray_object" else 0,
+            max_restarts=-1 if config.weight_transfer == "ray_object" else 0,  # `_watch` counts those in a row
             runtime_env={"env_vars": environment(config)},
         )
         number, self._made = self._made, self._made + 1
@@ -262,12 +272,7 @@ class EnginePool:
         """Gives a new replica the current weights; only then is it asked, and told of updates."""
         try:
             await answer(replica.ready)
-            while True:
-                await self._quiet.wait()
-                published = self._published
-                await answer(replica.handle.adopt.remote(*published))
-                if self._quiet.is_set() and self._published is published:
-                    break
+            await self._adopt(replica)
         except EngineError as e:
             if replica.state is ActorState.STARTING:
                 self.say(f"{self.name} engine {replica.number} did not start: {e}")
@@ -281,25 +286,63 @@ class EnginePool:
         await self._watch(replica)
 
     async def _watch(self, replica: _Replica) -> None:
-        """Gives a replica the current weights whenever Ray has restarted it, until Ray gives it up."""
-        failures = 0
-        while failures < _RESTARTS:
-            with contextlib.suppress(EngineLost):
-                await answer(replica.handle.gone.remote())
+        """Ends a replica that hangs, and gives one that Ray has restarted the current weights, until it fails at that
+        too often in a row."""
+        label = f"{self.name} engine {replica.number}"
+        while True:
+            reason = await self._end_of(replica)
             if replica.state is not ActorState.LIVE:
                 return
-            await asyncio.sleep(_SETTLE_S)
-            try:
-                await answer(replica.handle.ready.remote())
-                await answer(replica.handle.adopt.remote(*self._published))
-            except EngineError:
-                failures += 1
-            else:
-                failures = 0
-                self.restarts += 1
-        self.say(f"{self.name} engine {replica.number} was lost and does not come back")
-        replica.state = ActorState.DEAD
+            self.say(f"{label} was lost: {reason}; it is started again")
+            start_s = time.monotonic()
+            if not await self._serves_again(replica):
+                break
+            self.restarts += 1
+            self.say(f"{label} serves again after {time.monotonic() - start_s:.0f} s")
+        self.say(f"{label} does not come back; the pool stays smaller")
+        self._remove(replica)
         self._notify()
+
+    async def _serves_again(self, replica: _Replica) -> bool:
+        """Whether a lost replica has come back, with the current weights."""
+        for _ in range(_RESTARTS if self.config.weight_transfer == "ray_object" else 1):
+            await asyncio.sleep(_SETTLE_S)
+            with contextlib.suppress(EngineError):
+                await answer(replica.handle.ready.remote())
+                await self._adopt(replica)
+                return True
+        return False
+
+    async def _end_of(self, replica: _Replica) -> str:
+        """Waits until a replica has died, or hangs and has been ended; returns which, and why."""
+        import ray
+
+        gone = asyncio.ensure_future(answer(replica.handle.gone.remote()))
+        try:
+            while True:
+                done, _ = await asyncio.wait({gone}, timeout=_PING_S)
+                if done:
+                    return str(gone.exception())
+                try:
+                    async with asyncio.timeout(self.silent_after_s):
+                        await answer(replica.handle.stats.remote())
+                except TimeoutError:
+                    if replica.state is ActorState.LIVE:
+                        ray.kill(replica.handle, no_restart=False)
+                    return f"no sign of life for {self.silent_after_s:g} s"
+                except EngineError as e:
+                    return str(e)
+        finally:
+            gone.cancel()
+
+    async def _adopt(self, replica: _Replica) -> None:
+        """Gives a replica the weights that were published last, also if they changed meanwhile."""
+        while True:
+            await self._quiet.wait()
+            published = self._published
+            await answer(replica.handle.adopt.remote(*published))
+            if self._quiet.is_set() and self._published is published:
+                return
 
     async def _retire(self, replica: _Replica, drain_s: float) -> None:
         """Waits until a draining replica has no requests, and ends it; its clients ask others from now on."""

@@ -21,7 +21,16 @@ class Status(StrEnum):
     INFRA_SANDBOX = "infra_sandbox"
     INFRA_ENGINE = "infra_engine"
     INFRA_VERIFIER = "infra_verifier"
+    """The verifier could not run; the task's evaluation may be broken."""
+    INFRA_SETUP = "infra_setup"
+    """The sandbox answered, but could not be made what the task wants; the task may be broken."""
+    INFRA_WORKER = "infra_worker"
+    """The rollout worker died with its node or by itself, hung, or met a fault of ours."""
+    INFRA_STORAGE = "infra_storage"
+    """It ended, but what it left was lost from the object store."""
     INFRA_WALL = "infra_wall"
+    INFRA_CANCELLED = "infra_cancelled"
+    """Its task was quarantined, so it was not sampled, or not to its end. Nothing failed."""
 
     @property
     def masked(self) -> bool:
@@ -106,3 +115,5 @@ class Trajectory:
     """The part of `sandbox_s` before the first command could run; generation of the first turn runs beside it."""
     error: str | None = None
     """For masked trajectories: what was lost."""
+    worker: str | None = None
+    """Who ran it: the worker's process as "node:pid", or the name of the actor that was lost; None if nobody did."""

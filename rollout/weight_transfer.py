@@ -25,6 +25,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from infra.errors import EngineError
+from rollout.engine import EngineLost
 
 RAY_OBJECT = "ray_object"
 CHUNK_BYTES = 256 * 2**20
@@ -185,8 +186,9 @@ class EngineSyncClient:
     """Drives the replicas of one engine pool as vLLM's `VLLMWeightSyncClient`; every call waits for all of them.
 
     With `workers` processes a replica (its tensor parallel size), replica i's first one has transfer rank
-    `rank_offset + i * workers`. A replica that dies is left out of the update, unless `strict`, where the others would
-    wait for it in a collective. Raises EngineError.
+    `rank_offset + i * workers`. A replica that dies is left out of the update, were it the only one: it gets the
+    weights when it has restarted. Not if `strict`, where the others would wait for it in a collective. Raises
+    EngineError.
     """
 
     def __init__(
@@ -233,13 +235,15 @@ class EngineSyncClient:
 
     def _wait(self, calls: list[Any], doing: str) -> None:
         import ray
-        from ray.exceptions import GetTimeoutError, NodeDiedError, OutOfMemoryError, RayActorError
+        from ray.exceptions import GetTimeoutError, NodeDiedError, OutOfMemoryError, RayActorError, RayTaskError
 
         left = []
         for handle, call in zip(self._left, calls, strict=True):
             try:
                 ray.get(call, timeout=self.timeout_s)
-            except (RayActorError, NodeDiedError, OutOfMemoryError) as e:
+            except (RayActorError, NodeDiedError, OutOfMemoryError, RayTaskError) as e:
+                if isinstance(e, RayTaskError) and not isinstance(e.cause, EngineLost):
+                    raise
                 if self.strict:
                     raise EngineError(f"an engine was lost during a weight update ({doing}): {e}") from e
                 continue
@@ -248,6 +252,4 @@ class EngineSyncClient:
                     f"an engine did not answer within {self.timeout_s:g} s of a weight update ({doing})"
                 ) from None
             left.append(handle)
-        if not left:
-            raise EngineError(f"every engine was lost during a weight update ({doing})")
         self._left = tuple(left)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import platform
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from configs.schema import RolloutConfig
 from envs.sandbox import make_provider
 from envs.task import Split, Task
+from infra import process
 from infra.errors import StorageError
 from rollout.agent import run_episode
 from rollout.chat import ChatFormat
@@ -28,12 +32,14 @@ class RolloutWorker:
 
         Raises ConfigError or SandboxError where the checkpoint's chat format or the sandbox cannot be had.
         """
+        process.enter()
         self._keep = keep
         self._config = config
         self._chat = ChatFormat.load(model_dir)
         self._chat.initial(config.system_prompt, "")
         self._engine = engine
         self._provider = make_provider(config.sandbox)
+        self._name = f"{platform.node()}:{os.getpid()}"
 
     async def ping(self) -> bool:
         """Answers while the worker lives."""
@@ -63,14 +69,18 @@ class RolloutWorker:
                 config=self._config,
             )
             trajectory, payload, transcript = episode
+            trajectory = replace(trajectory, worker=self._name)
             wanted = task.split is Split.TRAIN and not trajectory.status.masked
             if self._keep is not None and payload is not None and wanted:
                 await asyncio.to_thread(self._write, self._keep, trajectory, payload, transcript)
-            return episode
+            return trajectory, payload, transcript
         except Exception as error:
             logging.getLogger(__name__).exception("trajectory %s failed", trajectory_id)
             detail = f"fault in the rollout worker: {type(error).__name__}: {error}"
-            trajectory = lost_trajectory(task, trajectory_id, group_id, detail, time.monotonic() - start_s)
+            wall_s = time.monotonic() - start_s
+            trajectory = lost_trajectory(
+                task, trajectory_id, group_id, Status.INFRA_WORKER, detail, wall_s, worker=self._name
+            )
             return trajectory, None, Transcript(trajectory_id=trajectory_id, turns=(), patch="", test_log="")
 
     async def restore(self, path: Path) -> tuple[Trajectory, Payload, Transcript]:
@@ -85,14 +95,23 @@ class RolloutWorker:
             logging.getLogger(__name__).error("%s", error)
 
 
-def lost_trajectory(task: Task, trajectory_id: str, group_id: str, error: str, wall_s: float) -> Trajectory:
-    """A trajectory of which nothing is left: masked as a lost sandbox, since that is what was lost with it (M1.3)."""
+def lost_trajectory(
+    task: Task,
+    trajectory_id: str,
+    group_id: str,
+    status: Status,
+    error: str,
+    wall_s: float,
+    *,
+    worker: str | None = None,
+) -> Trajectory:
+    """A trajectory of which nothing is left: masked (M1.3), with the class of what was lost."""
     return Trajectory(
         trajectory_id=trajectory_id,
         group_id=group_id,
         task_id=task.task_id,
         source=task.source,
-        status=Status.INFRA_SANDBOX,
+        status=status,
         reward=None,
         passed=None,
         turns=0,
@@ -106,4 +125,5 @@ def lost_trajectory(task: Task, trajectory_id: str, group_id: str, error: str, w
         verify_s=0.0,
         wall_s=wall_s,
         error=error,
+        worker=worker,
     )

@@ -77,7 +77,7 @@ def test_a_replica_that_comes_or_goes_moves_its_own_share_of_groups_only() -> No
 @pytest.mark.e2e
 async def test_requests_move_away_from_a_dead_replica(ray_session: None) -> None:
     handles = start(2)
-    client: EngineClient = pickle.loads(pickle.dumps(EngineClient("policy", handles)))
+    client: EngineClient = pickle.loads(pickle.dumps(EngineClient("policy", handles, patience_s=3.0)))
     group = next(f"g{i}" for i in range(100) if client.replicas(f"g{i}/0")[0] == 0)
     assert [await ask(client, f"{group}/{i}") for i in range(3)] == [0, 0, 0]
     ray.kill(handles[0])

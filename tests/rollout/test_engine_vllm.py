@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import os
+import signal
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -234,6 +236,36 @@ async def test_weights_change_while_requests_are_in_flight(served: Served) -> No
     assert (await served.pool.stats()).version == 2
 
 
+@pytest.mark.parametrize("steps", [1, 2])
+async def test_an_update_that_its_learner_did_not_finish_is_begun_anew_by_the_next(served: Served, steps: int) -> None:
+    """The learner's rank died after the pause, or after loading."""
+    from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+    model = served.model
+    engine = served.pool.handles[0]
+    flight = asyncio.create_task(served.generate(PROMPTS[:4], max_tokens=300))
+    await running(served, 4)
+    await engine.start_weight_update.remote()
+    if steps == 2:
+        publisher = Publisher(
+            served.pool.transfer_target(), rank=0, parameters=model.named_parameters(), full=model.named_parameters
+        )
+        publisher.publish(7)
+        await engine.start_weight_update.remote()
+        await engine.update_weights.remote(WeightTransferUpdateRequest(update_info=publisher.sent))
+    torch.manual_seed(steps)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    again = Publisher(
+        served.pool.transfer_target(), rank=0, parameters=model.named_parameters(), full=model.named_parameters
+    )
+    await asyncio.wait_for(asyncio.to_thread(again.publish, 2), 60)
+    served.pool.remember(2, again.sent)
+    await flight
+    assert largest_gap(model, PROMPTS, await served.generate(PROMPTS, max_tokens=40)) < 1e-3
+
+
 async def test_restarted_engine_serves_the_published_weights(served: Served) -> None:
     import ray
 
@@ -244,6 +276,25 @@ async def test_restarted_engine_serves_the_published_weights(served: Served) -> 
     assert largest_gap(served.model, PROMPTS[:4], generations) < 1e-3
     assert all(g.versions == (2,) * 700 for g in generations)
     assert served.pool.restarts == 1
+
+
+async def test_an_engine_that_hangs_is_ended_and_serves_the_published_weights_again(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = served.pool
+    said: list[str] = []
+    monkeypatch.setattr(pool, "say", said.append)
+    monkeypatch.setattr(pool, "silent_after_s", 3.0)
+    pid = await pool.handles[0].pid.remote()
+    flight = asyncio.create_task(served.generate(PROMPTS[:4], max_tokens=300))
+    await running(served, 4)
+    os.kill(pid, signal.SIGSTOP)
+    generations = await asyncio.wait_for(flight, 180)
+    assert largest_gap(served.model, PROMPTS[:4], generations) < 1e-3
+    assert all(g.versions == (2,) * 300 for g in generations)
+    assert pool.restarts == 2
+    assert "no sign of life for 3 s" in said[0]
+    assert not os.path.exists(f"/proc/{pid}")
 
 
 async def test_a_new_engine_has_the_published_weights_before_its_first_request(served: Served) -> None:

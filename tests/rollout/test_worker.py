@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import platform
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -64,7 +66,8 @@ async def test_a_fault_of_ours_masks_one_trajectory(tokenizer_dir: str) -> None:
 
     worker = RolloutWorker(RolloutConfig(), tokenizer_dir, ScriptedEngine(broken))
     trajectory, payload, transcript = await worker.rollout(QUESTION, "g/1.0", "g")
-    assert trajectory.status is Status.INFRA_SANDBOX
+    assert trajectory.status is Status.INFRA_WORKER, "no sandbox is to blame"
+    assert trajectory.worker == f"{platform.node()}:{os.getpid()}"
     assert trajectory.error == "fault in the rollout worker: KeyError: 'oops'"
     assert payload is None
     assert transcript.trajectory_id == trajectory.trajectory_id == "g/1.0"
