@@ -12,12 +12,13 @@ import io
 import itertools
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from configs.schema import Aggregation, LearnerConfig
+from configs.schema import Aggregation, LearnerConfig, SupervisionConfig
+from infra import process
 from infra.errors import GagarError, LearnerError
 from infra.placement import Together, actor_options, asks
 from learner.loss import token_weights
@@ -32,6 +33,10 @@ if TYPE_CHECKING:
 
 __all__ = ["BatchItem", "LearnerGroup", "PayloadsLost", "StepStats"]
 
+T = TypeVar("T")
+_ALIVE = "alive"
+_PING_S = 10.0
+"""How often a rank is asked, during an operation, whether it lives."""
 _RESUME = "the last checkpoint is intact: run the same command with --resume"
 
 
@@ -68,6 +73,7 @@ class LearnerRank:
     """The Ray actor around a `RankCore`. Its constructor is light: the rendezvous opens before any rank loads."""
 
     def __init__(self, config: LearnerConfig, objective: Objective, temperature: float, rank: int, ranks: int) -> None:
+        process.enter()
         # Before torch loads its OpenMP: idle threads that spin, on cores shared with engines and sandboxes, made a step
         # ten times slower.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -78,20 +84,27 @@ class LearnerRank:
         self._core: RankCore | None = None
 
     def rendezvous(self) -> tuple[str, int]:
-        """Rank 0: opens the store where the ranks meet, on a port the system chooses; returns its address."""
+        """Rank 0: opens the store where the ranks meet, on a port the system chooses; returns its address. A lone rank
+        meets nobody, and opens nothing."""
         import ray
 
+        if self._ranks == 1:
+            return "", 0
         self._store = open_store(ray.util.get_node_ip_address(), 0, self._ranks, master=True)
         return self._store.host, self._store.port
 
     def start(self, address: tuple[str, int]) -> None:
         """Joins the others and loads the model. Collective."""
-        if self._store is None:
+        if self._store is None and self._ranks > 1:
             self._store = open_store(*address, self._ranks, master=False)
         config, objective, temperature = self._setup
         self._core = RankCore(
             config, objective, temperature, rank=self._rank, world_size=self._ranks, store=self._store
         )
+
+    def alive(self) -> bool:
+        """Answers, in a thread of its own, as long as the process runs."""
+        return True
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """function(core, *args), in this rank's process."""
@@ -101,14 +114,25 @@ class LearnerRank:
 
 
 class LearnerGroup:
-    """Driver-side handle on the ranks. Methods raise LearnerError; after one, the group has to be started anew."""
+    """Driver-side handle on the ranks. Methods raise LearnerError; after one, the group has to be started anew.
 
-    def __init__(self, config: LearnerConfig, objective: Objective, temperature: float) -> None:
-        """`temperature` is the sampling temperature of the rollouts: log pi_theta is taken at it."""
+    A rank that died or hangs, in its process or in a collective, ends the operation in all of them.
+    """
+
+    def __init__(
+        self,
+        config: LearnerConfig,
+        objective: Objective,
+        temperature: float,
+        supervision: SupervisionConfig | None = None,
+    ) -> None:
+        """`temperature` is the sampling temperature of the rollouts: log pi_theta is taken at it. `supervision` says
+        when a rank hangs."""
         check_learner(config)
         self.config = config
         self.objective: Objective = objective
         self.temperature = temperature
+        self._supervision = supervision or SupervisionConfig()
         self.version = 0
         """Policy version of the weights as they are; set by `publish` and `load`."""
         self.start_s: float | None = None
@@ -124,7 +148,7 @@ class LearnerGroup:
         import ray
 
         self._started_s = time.monotonic()
-        actor = ray.remote(LearnerRank)
+        actor = ray.remote(concurrency_groups={_ALIVE: 1})(LearnerRank)
         world = self.config.world_size
         self._placement = self._reserve()
         for rank in range(world):
@@ -138,7 +162,7 @@ class LearnerGroup:
 
     async def ready(self) -> None:
         """Waits until every rank has loaded."""
-        await self._gather(self._starting, "start")
+        await self._gather(self._starting, "start")  # may wait for its nodes for as long as that takes
         self.start_s = time.monotonic() - self._started_s
 
     async def train_step(self, items: Sequence[BatchItem], *, lr_scale: float = 1.0) -> StepStats:
@@ -159,12 +183,12 @@ class LearnerGroup:
         weights = token_weights(
             self._aggregation, [item.response_tokens for item in items], [item.group_id for item in items]
         )
-        await self._fetch(items, layout)
+        await self._watched(self._fetch(items, layout), "fetching payloads")
         refs = [
             handle.run.remote(_step, _shares(items, weights, rows), self.version, lr_scale)
             for handle, rows in zip(self._started(), layout, strict=True)
         ]
-        results: list[Result] = await self._gather(refs, "train_step")
+        results: list[Result] = await self._watched(self._gather(refs, "train_step"), "train_step")
         return step_stats(results, layout, lengths, self.config.max_tokens_per_microbatch, time.monotonic() - start_s)
 
     async def _fetch(self, items: Sequence[BatchItem], layout: Sequence[Sequence[Sequence[int]]]) -> None:
@@ -214,7 +238,8 @@ class LearnerGroup:
 
     async def on_ranks(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """function(core, *args) on every rank at once, results by rank. `function` must be importable there."""
-        return await self._gather([handle.run.remote(function, *args) for handle in self._started()], function.__name__)
+        refs = [handle.run.remote(function, *args) for handle in self._started()]
+        return await self._watched(self._gather(refs, function.__name__), function.__name__)
 
     def shutdown(self) -> None:
         """Ends the actors. Safe to call twice and after an error."""
@@ -234,6 +259,50 @@ class LearnerGroup:
     async def _gather(self, refs: Sequence[Any], doing: str) -> list[Any]:
         """Results by rank; the first failure raises at once (its peers may wait in a collective for ever)."""
         return list(await asyncio.gather(*(self._result(ref, rank, doing) for rank, ref in enumerate(refs))))
+
+    async def _watched(self, work: Coroutine[Any, Any, T], doing: str) -> T:
+        """What the ranks do, while they are asked whether they live. Raises LearnerError for one that hangs, and when
+        the whole takes too long."""
+        limit_s = self._supervision.learner_timeout_s
+        main = asyncio.ensure_future(work)
+        pings = [asyncio.ensure_future(self._ping(rank, doing)) for rank in range(len(self._ranks))]
+        try:
+            async with asyncio.timeout(limit_s) as deadline:
+                done, _ = await asyncio.wait({main, *pings}, return_when=asyncio.FIRST_COMPLETED)
+                for ping in done - {main}:
+                    if main not in done:
+                        ping.result()
+                return await main
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            raise LearnerError(
+                f"the learner's {doing} took longer than supervision.learner_timeout_s = {limit_s:g} s; ranks may wait "
+                f"for each other (raise it if the work is that long); {_RESUME}"
+            ) from None
+        finally:
+            for task in (main, *pings):
+                task.cancel()
+
+    async def _ping(self, rank: int, doing: str) -> NoReturn:
+        """Asks a rank again and again whether it lives. Raises LearnerError if it does not answer in time; one that
+        died is told by its call."""
+        from ray.exceptions import RayError
+
+        silent_s = self._supervision.silent_after_s
+        with contextlib.suppress(RayError):
+            while True:
+                await asyncio.sleep(_PING_S)
+                try:
+                    async with asyncio.timeout(silent_s):
+                        await self._ranks[rank].alive.options(concurrency_group=_ALIVE).remote()
+                except TimeoutError:
+                    raise LearnerError(
+                        f"learner rank {rank} of {self.config.world_size} gave no sign of life for {silent_s:g} s in "
+                        f"{doing}; {_RESUME}"
+                    ) from None
+        while True:
+            await asyncio.Event().wait()
 
     async def _result(self, ref: Any, rank: int, doing: str) -> Any:
         from ray.exceptions import RayError

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
+import signal
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 
-from configs.schema import Aggregation, LearnerConfig, LossConfig, OptimizerConfig, PpoClipLoss
+from configs.schema import Aggregation, LearnerConfig, LossConfig, OptimizerConfig, PpoClipLoss, SupervisionConfig
 from infra.errors import ConfigError, LearnerError
 from learner.group import BatchItem, LearnerGroup, PayloadsLost, StepStats
 from learner.loss import token_weights
@@ -565,3 +567,46 @@ def test_a_dead_rank_is_a_learner_error(ray_session: None, start_model: str) -> 
         asyncio.run(group.on_ranks(die))
     group.shutdown()
     group.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("fault", "limits", "message"),
+    [
+        (signal.SIGSTOP, {"silent_after_s": 1.0}, r"learner rank 0 of 1 gave no sign of life for 1 s in hang"),
+        (None, {"learner_timeout_s": 3.0}, r"hang took longer than supervision\.learner_timeout_s = 3 s"),
+    ],
+    ids=["stopped", "waiting"],
+)
+def test_a_rank_that_hangs_is_a_learner_error(
+    ray_session: None,
+    start_model: str,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: signal.Signals | None,
+    limits: dict[str, float],
+    message: str,
+) -> None:
+    def pid(core: RankCore) -> int:
+        import os
+
+        return os.getpid()
+
+    def hang(core: RankCore, fault: int | None) -> None:
+        import os
+        import time
+
+        if fault is not None:
+            os.kill(os.getpid(), fault)
+        time.sleep(600)
+
+    monkeypatch.setattr("learner.group._PING_S", 0.2)
+    group = LearnerGroup(configured(start_model), LossConfig(), TEMPERATURE, SupervisionConfig(**limits))
+    group.start()
+    asyncio.run(group.ready())
+    (process,) = asyncio.run(group.on_ranks(pid))
+    with pytest.raises(LearnerError, match=message):
+        asyncio.run(asyncio.wait_for(group.on_ranks(hang, fault), 30))
+    group.shutdown()
+    deadline_s = time.monotonic() + 30
+    while os.path.exists(f"/proc/{process}") and time.monotonic() < deadline_s:
+        time.sleep(0.1)
+    assert not os.path.exists(f"/proc/{process}")
