@@ -28,11 +28,13 @@ from configs.schema import (
 )
 from envs.source import make_source
 from grader.worker import GraderWorker
+from infra import access, scrub
 from infra.errors import GagarError, StorageError
 from infra.placement import actor_options
 from infra.pool import ActorPool
 from infra.sinks import JsonlFile
 from infra.telemetry import Telemetry
+from infra.watchdog import Watchdog
 from learner.group import LearnerGroup
 from orchestrator import control
 from orchestrator.admission import Admission
@@ -45,10 +47,11 @@ from orchestrator.ledger_store import LedgerStore, indices
 from orchestrator.loop import Parts, Scheduler
 from orchestrator.mixer import Mixer
 from orchestrator.observer import RunObserver
-from orchestrator.progress import Progress, end_table
+from orchestrator.progress import Progress, end_table, stall_message
 from orchestrator.report import write_report
 from orchestrator.runfiles import ARCHIVE, CONFIG, EVAL, GROUPS, LEDGER, METRICS, ROLLOUTS, read_jsonl, require_run
 from orchestrator.scaling import Elastic, Full, Scaling
+from orchestrator.standstill import make_watchdog, pool_reports
 from orchestrator.status import run_state
 from rollout.engine import EngineClient
 from rollout.engine_pool import EnginePool
@@ -66,6 +69,7 @@ def run_training(config: RunConfig, *, config_file: Path, resume: bool) -> int:
     Raises:
         GagarError: with one message for the user; what the run had completed stays on disk.
     """
+    scrub.install(scrub.key_variables(config))
     run_dir = Path(config.output) / config.name
     progress = Progress(config.steps, config.telemetry.progress_every_s)
     checkpoint = _open_run(run_dir, config, resume=resume, say=progress.event)
@@ -73,10 +77,20 @@ def run_training(config: RunConfig, *, config_file: Path, resume: bool) -> int:
     telemetry = Telemetry(run_dir, wandb=config.telemetry.wandb, config=config.model_dump(mode="json"))
     observer = RunObserver(config, run_dir, telemetry, progress)
     observer.state("running")
+    watchdog = make_watchdog(
+        run_dir,
+        config.scheduler,
+        say=progress.event,
+        ended=lambda text: observer.state("failed", error=text),
+    )
+    watchdog.headline = lambda still_s: stall_message(observer.shown, still_s)
+    observer.still = watchdog.still
+    watchdog.start()
     phases_s: dict[str, float] = {}
     try:
         with ray_session(config):
-            run_loop(_train(config, run_dir, checkpoint, telemetry, progress, observer, phases_s))
+            work = _train(config, run_dir, checkpoint, telemetry, progress, observer, watchdog, phases_s)
+            run_loop(watchdog.attended(work))
         observer.state("finished", activity="finished")
     except BaseException as e:
         observer.state("failed", error=str(e) or type(e).__name__)
@@ -85,6 +99,7 @@ def run_training(config: RunConfig, *, config_file: Path, resume: bool) -> int:
         progress.close()
         telemetry.close()
         _report(run_dir, progress)
+        watchdog.close()
     progress.console.print(end_table(read_jsonl(run_dir / METRICS), read_jsonl(run_dir / EVAL), phases_s))
     return 0
 
@@ -104,6 +119,7 @@ async def _train(
     telemetry: Telemetry,
     progress: Progress,
     observer: RunObserver,
+    watchdog: Watchdog,
     phases_s: dict[str, float],
 ) -> None:
     start_s = time.monotonic()
@@ -116,7 +132,8 @@ async def _train(
         assert config.eval is not None
         begin_s = time.monotonic()
         observer.state("running", activity="evaluating")
-        evals.append((await _evaluate(config, config.eval, label, step, rollout, progress)).record())
+        result = await _evaluate(config, config.eval, label, step, rollout, progress, moved=watchdog.moved)
+        evals.append(result.record())
         phases_s[f"evaluation {label}"] = time.monotonic() - begin_s
 
     # Everything starts at once; the first evaluation needs only the engines and the rollout workers, and runs while the
@@ -128,11 +145,15 @@ async def _train(
         grader_pool(config, progress) as grader_ready,
     ):
         others = asyncio.gather(learner_ready(), grader_ready())
-        rollout = await rollout_ready()
+        with watchdog.waits.on("start-up", "the engines and the rollout workers"):
+            rollout = await rollout_ready()
+        watchdog.moved()
         phases_s["start-up"] = time.monotonic() - start_s
         if config.eval is not None and config.eval.before and checkpoint is None:
             await measure("before", 0, rollout)
-        learner, grader = await others
+        with watchdog.waits.on("start-up", "the learner and the graders"):
+            learner, grader = await others
+        watchdog.moved()
         kept = config.telemetry.archive == "graded" and grader is not None
         archive = GroupArchive(run_dir / ARCHIVE) if kept else None
         mixer = Mixer.of(config.sources, config.scheduler, group_size=config.algorithm.group_size)
@@ -168,7 +189,9 @@ async def _train(
             archive=archive,
             admission=Admission.of(config, kv_tokens_per_engine=_kv_tokens(config.engine)),
             kept=left,
+            waits=watchdog.waits,
         )
+        watchdog.pools = lambda: pool_reports(scheduler.parts)
         with contextlib.closing(store), archive or contextlib.nullcontext():
             async with _scaling(config, run_dir, scheduler, progress, observer):
                 await scheduler.run()
@@ -258,7 +281,13 @@ def run_eval(config: RunConfig, checkpoint: Path | None) -> int:
 
 
 async def _evaluate(
-    config: RunConfig, settings: EvalConfig, label: str, step: int, rollout: ActorPool, progress: Progress
+    config: RunConfig,
+    settings: EvalConfig,
+    label: str,
+    step: int,
+    rollout: ActorPool,
+    progress: Progress,
+    moved: Callable[[], None] = lambda: None,
 ) -> EvalResult:
     total = settings.tasks * settings.samples
     done = 0
@@ -266,6 +295,7 @@ async def _evaluate(
     def on_done() -> None:
         nonlocal done
         done += 1
+        moved()
         if done % max(total // 4, 1) == 0:
             progress.event(f"evaluation {label}: {done}/{total} trajectories")
 
@@ -468,24 +498,26 @@ def _refuse_running(run_dir: Path) -> None:
 
 @contextmanager
 def ray_session(config: RunConfig) -> Iterator[None]:
-    """Ray as the configuration wants it, local or of a running cluster."""
+    """Ray as the configuration wants it: a local one that nobody else can reach, or a running cluster."""
     import ray
 
     local = config.ray.address is None
     size = config.ray.object_store_mib
-    ray.init(
-        address=config.ray.address,
-        include_dashboard=False if local else None,
-        object_store_memory=size * 2**20 if local and size else None,
-        log_to_driver=False,
-        logging_level="error",
-        configure_logging=True,
-        namespace=f"gagar-{config.name}",
-    )
-    try:
-        yield
-    finally:
-        ray.shutdown()
+    with access.own_token() if local else contextlib.nullcontext():
+        ray.init(
+            address=config.ray.address,
+            include_dashboard=False if local else None,
+            object_store_memory=size * 2**20 if local and size else None,
+            log_to_driver=False,
+            logging_level="error",
+            configure_logging=True,
+            namespace=f"gagar-{config.name}",
+            **({"_node_ip_address": access.LOOPBACK} if local else {}),
+        )
+        try:
+            yield
+        finally:
+            ray.shutdown()
 
 
 def run_loop(main: Coroutine[Any, Any, T], *, stopped: str = STOPPED) -> T:

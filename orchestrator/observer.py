@@ -17,7 +17,7 @@ from orchestrator.alarms import Alarm
 from orchestrator.ledger import Stage
 from orchestrator.loop import Scheduler, StepRecord
 from orchestrator.metrics import StepFacts, pool_units, step_metrics
-from orchestrator.progress import Activity, PoolLoad, Progress, ProgressSnapshot, SourceLoad, stall_message
+from orchestrator.progress import Activity, PoolLoad, Progress, ProgressSnapshot, SourceLoad
 from orchestrator.status import State, write_status
 
 
@@ -33,9 +33,10 @@ class RunObserver:
         self._skipped = Counter[str]()
         self._rewards: dict[str, float] = {}
         self._cap_rate: float | None = None
-        self._stall_told_s = 0.0
         self._slots: dict[str, int] = {}
         """At the end of the last step."""
+        self.still: Callable[[float], None] = lambda _: None
+        """Told every second for how long nothing has moved."""
         self.figures: Callable[[], Mapping[str, float]] = dict
         """More metrics of the step that ends, by name."""
         self._canaries = 0
@@ -61,6 +62,11 @@ class RunObserver:
         if activity is not None:
             self._shown = replace(self._shown, activity=activity)
         write_status(self._run_dir, self._shown, state=state, idle_s=0.0, checkpoint=self.checkpoint, error=error)
+
+    @property
+    def shown(self) -> ProgressSnapshot:
+        """Where the run stood when somebody looked last."""
+        return self._shown
 
     def on_step(self, scheduler: Scheduler, record: StepRecord, stats: StepStats) -> None:
         """Log the step (metrics.jsonl, W&B) and say one line about it."""
@@ -93,16 +99,11 @@ class RunObserver:
         self._progress.event(_step_line(scheduler, now_s - record.started_s, metrics.scalars))
 
     def on_tick(self, scheduler: Scheduler, still_s: float) -> None:
-        """Show progress; once every `stall_after_s` without any, say which queue waits for whom."""
+        """Show progress, and tell the watchdog when there is none."""
+        self.still(still_s)
         shown = self._shown = self._snapshot(scheduler)
         self._progress.update(shown)
         write_status(self._run_dir, shown, state="running", idle_s=still_s, checkpoint=self.checkpoint)
-        stall_s = self._config.scheduler.stall_after_s
-        if still_s < stall_s:
-            self._stall_told_s = 0.0
-        elif still_s - self._stall_told_s >= stall_s:
-            self._stall_told_s = still_s
-            self._progress.event(stall_message(shown, still_s))
 
     def _fewest_slots(self, scheduler: Scheduler) -> dict[str, int]:
         """Slots by pool; of one that grew or shrank in this step those it had all the time."""
