@@ -66,26 +66,29 @@ class Process:
 # ---- in every process of a run ---------------------------------------------------------------------------------------
 
 
-def register() -> None:
-    """Announce this Ray actor to whoever collects stacks on its node. Does nothing outside an actor, and never fails:
-    a node without a writable temporary folder has no stacks, but runs."""
+def register() -> bool:
+    """Announce this Ray actor to whoever collects stacks on its node; returns whether this process is an actor's. Never
+    fails: a node without a writable temporary folder has no stacks, but runs."""
     import ray
 
-    if not ray.is_initialized() or _held:
-        return
+    if not ray.is_initialized():
+        return False
     context = ray.get_runtime_context()
     actor = context.get_actor_id()
     if actor is None:
-        return
+        return False
+    if _held:
+        return True
     try:
         folder = _folder(context.get_node_id(), make=True)
         path = folder / f"{context.get_job_id()}-{actor}-{os.getpid()}-{_started(os.getpid())}"
         file = path.open("w", encoding="utf-8")
     except OSError as error:
         print(f"no stacks of this process: {error}", file=sys.stderr)
-        return
+        return True
     _held.append(file)
     faulthandler.register(SIGNAL, file=file, all_threads=True, chain=False)
+    return True
 
 
 # ---- on a node -------------------------------------------------------------------------------------------------------

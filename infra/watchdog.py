@@ -19,11 +19,11 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from infra import stacks
 from infra.errors import GagarError, StorageError
@@ -121,12 +121,21 @@ class Watchdog:
         self._beat_s = time.monotonic()
         self._moved_s = self._beat_s - still_s
 
-    async def attend(self) -> None:
-        """Shows the thread that the event loop runs, until cancelled."""
+    async def attended(self, work: Coroutine[Any, Any, None]) -> None:
+        """Runs `work`; meanwhile the thread is shown that the event loop runs."""
         self._loop = asyncio.get_running_loop()
-        while True:
-            self._beat_s = time.monotonic()
-            await asyncio.sleep(min(1.0, self._stall_after_s / 4.0))
+
+        async def beat() -> None:
+            while True:
+                self._beat_s = time.monotonic()
+                await asyncio.sleep(min(1.0, self._stall_after_s / 4.0))
+
+        beating = asyncio.create_task(beat())
+        try:
+            await work
+        finally:
+            beating.cancel()
+            self._loop = None
 
     def close(self) -> None:
         """The run has ended, and left everything behind."""
