@@ -18,6 +18,7 @@ from grader.endpoint import ContextFullError
 from grader.exchange import Grader, GradeReply, GradeRequest, base_state_of
 from grader.grading import Graded, Grading, Tally, without_hacks
 from grader.verdict import FallbackReason, Grade, InvalidVerdict
+from infra import process
 from infra.errors import EngineError, GraderError
 from rollout.engine import Engine
 from rollout.trajectory import Transcript
@@ -64,6 +65,7 @@ class GraderWorker:
             ConfigError: the backend cannot be set up.
             SandboxError: this host lacks what the sandbox needs.
         """
+        process.enter()
         self.config = config
         self.rubric = rubric
         self.model = model or make_model(config, engine)

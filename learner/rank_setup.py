@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import warnings
 from typing import Any
 
@@ -13,10 +14,20 @@ from learner.attention import implementation, register
 
 
 def open_store(host: str, port: int, ranks: int, *, master: bool) -> Any:
-    """The TCP store where the ranks meet; the master's port 0 lets the system choose (`.host`, `.port`)."""
+    """The TCP store where the ranks meet; the master's port 0 lets the system choose (`.host`, `.port`). The master
+    listens on `host` alone: the store takes no password, and torch itself would listen on every address."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    return TCPStore(host, port, ranks, is_master=master, wait_for_workers=False)
+    if not master:
+        return TCPStore(host, port, ranks, is_master=False, wait_for_workers=False)
+    listening = socket.create_server((host, port), family=_family(host))
+    port = listening.getsockname()[1]
+    fd = listening.detach()  # the store closes it
+    return TCPStore(host, port, ranks, is_master=True, wait_for_workers=False, master_listen_fd=fd)
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
 
 
 def _lone_store() -> Any:
