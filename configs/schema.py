@@ -553,6 +553,9 @@ class GraderConfig(Section):
     """Groups that one grader works on at once."""
     timeout_s: PositiveFloat = 120.0
     """One group; beyond it the group falls back to outcome advantages (M1.10)."""
+    endpoint_wait_s: NonNegativeFloat = 600.0
+    """Backend endpoint: how long groups wait for an endpoint that cannot be reached, or refuses the key, before they
+    fall back (M1.10); below scheduler.abort_after_s."""
     max_tokens: PositiveInt = 400
     """Tokens of one answer."""
     temperature: NonNegativeFloat = 0.0
@@ -663,7 +666,15 @@ class SchedulerConfig(Section):
     """Groups of one source that end in a row without one to train on, before an alarm says that it starves; until the
     next acceptable one only `starve_probes` groups of it run at once."""
     starve_probes: PositiveInt = 1
-    """Groups of a starving source at once."""
+    """Groups at once of a source that starves, or that is paused for its lost rollouts."""
+    pause_masked_above: Probability | None = 0.5
+    """Training pauses while a larger share of the last rollouts, of the run or of one source, was lost to
+    infrastructure, retries included; probes go on, and with them the run; null: it trains on what is left."""
+    pause_masked_window: PositiveInt = 64
+    """Rollouts that the share is counted over; a fourth of them decides when to go on."""
+    quarantine_after: PositiveInt | None = 3
+    """Failures of a verifier or of a workspace's set-up that put a task in quarantine, if it was never evaluated and
+    other tasks of its source are: it is sampled no more in this run (M1.3); null: never."""
     kv_tokens_per_engine: PositiveInt | None = None
     """KV cache of one engine in tokens (vLLM logs it at its start): rollouts start only while what is predicted to be
     needed fits all engines; null: from engine.kv_cache_gib on a CPU, no such bound on CUDA."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from envs.sandbox import Sandbox
 from envs.shell import batch, unpack_commands
 from envs.task import HiddenTests, Task
-from infra.errors import SandboxError
+from infra.errors import WorkspaceError
 
 SETUP_TIMEOUT_S = 60.0
 MAX_PATCH_BYTES = 1024 * 1024
@@ -34,7 +34,8 @@ _DIFF = f"""
 async def prepare(sandbox: Sandbox, task: Task) -> None:
     """Write the task's files; for a code task, commit them as the base of a git repository.
 
-    One round trip for a small task. Raises SandboxError, also when the sandbox cannot hold the task.
+    One round trip for a small task. Raises SandboxError when the sandbox is lost, WorkspaceError when it cannot hold
+    the task.
     """
     commands = unpack_commands(task.files)
     if isinstance(task.verifier, HiddenTests):
@@ -42,7 +43,7 @@ async def prepare(sandbox: Sandbox, task: Task) -> None:
     for script in batch((command, 1) for command in commands):
         result = await sandbox.run(script, timeout_s=SETUP_TIMEOUT_S)
         if result.exit_code != 0:
-            raise SandboxError(f"the workspace of {task.task_id} could not be set up: {result.output[-500:]}")
+            raise WorkspaceError(f"the workspace of {task.task_id} could not be set up: {result.output[-500:]}")
 
 
 async def extract_patch(sandbox: Sandbox) -> str:

@@ -17,6 +17,7 @@ __all__ = [
     "SandboxError",
     "StorageError",
     "VerifierError",
+    "WorkspaceError",
 ]
 
 
@@ -24,6 +25,10 @@ class SandboxError(GagarError):
     """A sandbox could not be started, was lost, or did not answer (never: a command that failed)."""
 
     boundary = Boundary.SANDBOX
+
+
+class WorkspaceError(SandboxError):
+    """A sandbox that answers could not be made what the task wants: the task or the sandbox is at fault."""
 
 
 class EngineError(GagarError):

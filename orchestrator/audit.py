@@ -75,5 +75,6 @@ def _trajectory(member: Member, row: Row | None) -> dict[str, Any]:
         "sandbox_start_s": round(t.sandbox_start_s, 4),
         "verify_s": round(t.verify_s, 4),
         "wall_s": round(t.wall_s, 4),
+        "worker": t.worker,
         "error": t.error,
     }

@@ -29,6 +29,9 @@ class Moment:
     """Groups that the graders have."""
     graders_full: bool
     """So many groups wait for a grader that no more of those to be graded should come."""
+    probed: Collection[str] = frozenset()
+    """Sources of which too many rollouts are lost: only probes of them are sampled, under no other bound, since what is
+    ready must not keep the run from learning that they come through again."""
 
 
 class Dispatcher:
@@ -49,6 +52,9 @@ class Dispatcher:
         """The bound on staleness is structural: no more groups live than the steps train that may train on them, the
         running one included. Without asynchronous training that is the step being collected, and no other."""
         limits = self._limits
+        for name in sorted(now.probed):
+            if self._ledger.count(Stage.ROLLING, name) < limits.starve_probes:
+                return name
         if now.graded and not limits.overlap:
             return None
         if self._ledger.inflight >= limits.max_inflight_groups or (now.training and not limits.asynchronous):
@@ -56,7 +62,7 @@ class Dispatcher:
         rolling = self._ledger.rolling()
         if self._admission.full(rolling, now.slots) is not None:
             return None
-        closed = self._admission.closed(rolling)
+        closed = self._admission.closed(rolling) | set(now.probed)
         if now.graders_full:
             closed |= self._graded
         steps = min(limits.staleness + 1, self._steps - now.step)

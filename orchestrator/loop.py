@@ -45,13 +45,16 @@ from orchestrator.clock import Clock
 from orchestrator.credit import Credit, GroupOutcome, classify, credit, skipped
 from orchestrator.dispatch import Dispatcher, Moment
 from orchestrator.exit import Exit
+from orchestrator.failures import Failures
 from orchestrator.grading_stage import GradingStage
 from orchestrator.ledger import CompleteGroup, Ledger, Member, ReadyGroup, RollingGroup, Stage, is_stale
 from orchestrator.ledger_store import KeptGroup, covers
+from orchestrator.masking import MASKED
 from orchestrator.mixer import Mixer
 from orchestrator.parts import Observer, Parts, StepRecord
 from orchestrator.pause import Pauses
 from orchestrator.progress import Activity
+from orchestrator.quarantine import Quarantine
 from orchestrator.rollout_stage import RolloutStage
 from orchestrator.saving import Saving
 from rollout.trajectory import Trajectory
@@ -86,10 +89,12 @@ class Scheduler:
         admission: Admission | None = None,
         kept: Sequence[KeptGroup] = (),
         clock: Clock | None = None,
+        quarantine: Quarantine | None = None,
         waits: Waits | None = None,
         storage: Storage | None = None,
     ) -> None:
-        """`kept`: groups that an earlier session left behind, brought back before anything new is admitted. `storage`:
+        """`kept`: groups that an earlier session left behind, brought back before anything new is admitted.
+        `quarantine`: with what an earlier session put there. `storage`:
         where the run's files report that they cannot be written."""
         self.config = config
         self.parts = parts
@@ -123,11 +128,21 @@ class Scheduler:
         self._kept = kept
         self._grades = {group.group_id: group.reply for group in kept if group.reply is not None and group.whole}
         """Grades of an earlier session, for groups whose rollouts come back."""
+        self.failures = Failures(
+            config.scheduler,
+            sources=mixer.sources,
+            quarantine=quarantine,
+            pauses=self.pauses,
+            clock=self.clock,
+            step=lambda: self.step,
+            on_alarm=observer.on_alarm,
+        )
         self.rollouts = RolloutStage(
             config=config.rollout,
             pool=parts.rollout,
             telemetry=telemetry,
             clock=self.clock,
+            failures=self.failures,
             spawn=self._spawn,
             on_end=self._take,
             on_retry=self._on_retry,
@@ -194,7 +209,7 @@ class Scheduler:
         unblocked by a rollout or group that ends, by a step, or by a pool that grows."""
         await self._bring_back()
         while True:
-            await self.pauses.wait()
+            await self.pauses.wait(but=MASKED)
             self._room.clear()
             source = self._dispatcher.next_source(
                 Moment(
@@ -203,6 +218,7 @@ class Scheduler:
                     slots=self.rollouts.slots.size,
                     graded=self.ledger.count(Stage.GRADING) - len(self._held),
                     graders_full=self.grading is not None and self.grading.full,
+                    probed=self.failures.probed,
                 )
             )
             if source is None:
@@ -212,6 +228,8 @@ class Scheduler:
                 continue
             index = self.mixer.take_index(source)
             rolling = self._rolling(f"{source}-{index:06d}", source, index, self.config.algorithm.group_size, self.step)
+            if self.failures.quarantined(rolling.task.task_id):
+                continue
             self.ledger.admit(rolling)
             self.rollouts.put(rolling, range(rolling.size))
             del rolling
@@ -241,6 +259,7 @@ class Scheduler:
     def _on_retry(self, trajectory: Trajectory) -> None:
         """It was lost, and is sampled again. That is no progress: `abort_after_s` ends a run of nothing else."""
         self._record.retries[trajectory.status.value] += 1
+        self._room.set()
 
     # ---- complete -> graded -> ready --------------------------------------------------------------------------------
 
@@ -255,7 +274,10 @@ class Scheduler:
         if group is None:
             return
         trajectories = [m.trajectory for m in group.members]
-        skip = classify(trajectories, self.config.algorithm.min_valid)
+        quarantined = self.failures.complete(group.task.task_id)
+        skip = (
+            GroupOutcome.SKIPPED_QUARANTINED if quarantined else classify(trajectories, self.config.algorithm.min_valid)
+        )
         if skip is not None:
             self._end(group, skipped(skip), skip)
         elif is_stale(group, self.step, self.config.scheduler.staleness):
@@ -403,7 +425,7 @@ class Scheduler:
         """Every second shows progress. Raises Stalled when nothing has moved for `abort_after_s`."""
         while True:
             await asyncio.sleep(1.0)
-            still_s = self.clock.now() - self.moved_s
+            still_s = self.clock.now() - self.failures.still_since_s(self.moved_s)
             self._observer.on_tick(self, still_s)
             if still_s > self.config.scheduler.abort_after_s:
                 raise Stalled(
@@ -423,7 +445,7 @@ class Scheduler:
     def supply_figures(self) -> dict[str, float]:
         """Metrics of the mixer and of the admission, now."""
         rolling = self.ledger.rolling()
-        return {**self.mixer.scalars(rolling), **self.admission.scalars(rolling)}
+        return {**self.mixer.scalars(rolling), **self.admission.scalars(rolling), **self.failures.scalars()}
 
     def resize(self) -> None:
         """A pool has changed: what all of them can take now bounds what is started. build.py has the pools call it."""

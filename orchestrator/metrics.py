@@ -36,7 +36,7 @@ from rollout.trajectory import Status
 Record = Mapping[str, Any]
 """One line of groups.jsonl (orchestrator/groups.schema.json)."""
 
-SKIPS = ("all_pass", "all_fail", "broken_task", "too_few_valid")
+SKIPS = ("all_pass", "all_fail", "broken_task", "quarantined", "too_few_valid")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

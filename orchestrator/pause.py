@@ -1,7 +1,8 @@
 """Why a run holds still: named reasons, and the gate that waits until none is left.
 
 While any reason stands nothing is admitted and no step is begun; what rolls out, is graded or is learned goes on to its
-end. Whoever sets a reason clears it, or ends the run.
+end. Only under a pause for lost rollouts a few probes are still admitted, to learn when it is over (masking.py).
+Whoever sets a reason clears it, or ends the run.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ class Pauses:
         self._since_s: dict[str, float] = {}
         self._total_s = 0.0
         self._begun_s = 0.0
-        self._clear = asyncio.Event()
-        self._clear.set()
+        self._changed = asyncio.Event()
+        """Set, and replaced, when a reason is cleared."""
 
     def set(self, reason: str, message: str) -> None:
         """Hold still for `reason`, such as "storage"; `message` says what is wrong and what helps. Again: the message
@@ -31,7 +32,6 @@ class Pauses:
             self._begun_s = self._clock.now()
         self._reasons[reason] = message
         self._since_s.setdefault(reason, self._clock.now())
-        self._clear.clear()
 
     def clear(self, reason: str) -> None:
         """`reason` is over; nothing happens if it was not set."""
@@ -40,12 +40,13 @@ class Pauses:
         del self._since_s[reason]
         if not self._reasons:
             self._total_s += self._clock.now() - self._begun_s
-            self._clear.set()
+        self._changed.set()
+        self._changed = asyncio.Event()
 
-    async def wait(self) -> None:
-        """Until no reason is left; returns at once if there is none."""
-        while self._reasons:  # one may be set again before the waiter runs
-            await self._clear.wait()
+    async def wait(self, *, but: str | None = None) -> None:
+        """Until no reason is left, or none but `but`; returns at once if there is none."""
+        while self._reasons.keys() - {but}:  # one may be set again before the waiter runs
+            await self._changed.wait()
 
     def reasons(self) -> Mapping[str, str]:
         """Reason -> message, those that stand now, oldest first."""

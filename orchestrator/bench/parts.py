@@ -14,10 +14,11 @@ from configs.schema import RunConfig
 from envs.task import Task, TaskKind
 from grader.exchange import GradeReply, GradeRequest, lost_reply
 from infra.sinks import JsonlFile
+from infra.telemetry import Telemetry
 from learner.group import BatchItem, StepStats
 from orchestrator.alarms import Alarm
 from orchestrator.checkpoint import Checkpoints
-from orchestrator.ledger import Ledger
+from orchestrator.ledger import Ledger, LedgerLog
 from orchestrator.loop import Parts, Scheduler, StepRecord
 from orchestrator.mixer import Mixer
 from orchestrator.simulation.load import SimulatedSource
@@ -74,7 +75,7 @@ def half_pass(task: Task, trajectory_id: str, group_id: str, version: int = 0) -
     """Even slots pass; policy `version` sampled every token."""
     passed = int(trajectory_id.partition("/")[2].partition(".")[0]) % 2 == 0
     return replace(
-        lost_trajectory(task, trajectory_id, group_id, "", 0.0),
+        lost_trajectory(task, trajectory_id, group_id, Status.INFRA_SANDBOX, "", 0.0),
         status=Status.SUBMITTED,
         reward=float(passed),
         passed=passed,
@@ -90,6 +91,27 @@ def no_grade(request: GradeRequest, *transcripts: Any) -> GradeReply:
     return lost_reply(request, "benchmark", run_s=0.0)
 
 
+_STATS = StepStats(
+    loss=0.0,
+    grad_norm=1.0,
+    lr=1e-4,
+    skipped=False,
+    entropy=1.0,
+    ratio_mean=1.0,
+    ratio_masked_share=0.0,
+    logprob_gap_mean=None,
+    logprob_gap_max=None,
+    tokens=1,
+    response_tokens=1,
+    sequences=1,
+    microbatches=1,
+    row_fill=1.0,
+    rank_balance=1.0,
+    padded_factor=1.0,
+    step_s=1.0,
+)
+
+
 class InstantLearner:
     """Stands for LearnerGroup."""
 
@@ -97,9 +119,10 @@ class InstantLearner:
         self.version = 0
         """Of the weights that sample."""
 
-    async def train_step(self, items: list[BatchItem]) -> Any:
+    async def train_step(self, items: list[BatchItem]) -> StepStats:
         """See LearnerGroup."""
         await asyncio.sleep(0)
+        return _STATS
 
     async def publish(self, pool: Any, version: int) -> float:
         """See LearnerGroup."""
@@ -116,7 +139,7 @@ class InstantLearner:
 
 
 class NoTelemetry:
-    """Stands for Telemetry: what metrics cost is paid once a step, not a trajectory."""
+    """Stands for Telemetry, to see what the scheduler costs without it."""
 
     def record_span(self, name: str, start_s: float, end_s: float, **attrs: Any) -> None:
         """See Telemetry."""
@@ -157,8 +180,11 @@ def scheduler_of(
     rollout: InstantPool,
     grader: InstantPool,
     learner: InstantLearner,
+    telemetry: Telemetry | None = None,
+    log: LedgerLog | None = None,
 ) -> Scheduler:
-    """The production scheduler over these parts; its audit trail is written as in a run, but not synchronised."""
+    """The production scheduler over these parts; its audit trail is written as in a run, but not synchronised.
+    `telemetry` and `log`, what the ledger is written ahead to: None leaves out what they cost."""
     return Scheduler(
         config=config,
         parts=Parts(
@@ -171,10 +197,10 @@ def scheduler_of(
             grader=cast(Any, grader),
             learner=cast(Any, learner),
         ),
-        ledger=Ledger(),
+        ledger=Ledger(log),
         mixer=Mixer.of(config.sources, config.scheduler, group_size=config.algorithm.group_size),
         audit=JsonlFile(folder / "groups.jsonl", sync=False),
         checkpoints=Checkpoints(folder, keep=1),
-        telemetry=cast(Any, NoTelemetry()),
+        telemetry=telemetry or cast(Any, NoTelemetry()),
         observer=observer,
     )

@@ -153,7 +153,9 @@ class SimulatedRollouts(SimulatedPool):
         finally:
             self._release(task.source)
         if attempt.lost:
-            gone = lost_trajectory(task, trajectory_id, group_id, "simulated loss", attempt.time_s)
+            gone = lost_trajectory(
+                task, trajectory_id, group_id, Status.INFRA_SANDBOX, "simulated loss", attempt.time_s
+            )
             return gone, [None, None]
         return self._trajectory(task, trajectory_id, group_id, attempt, first), [trajectory_id, trajectory_id]
 

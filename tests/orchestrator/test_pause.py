@@ -54,12 +54,12 @@ def test_a_paused_run_admits_nothing_and_begins_no_step(tmp_path: Path) -> None:
     run = Run(tmp_path, run_config(steps=2))
 
     async def go() -> None:
-        run.scheduler.pauses.set("mask rate", "too many lost")
+        run.scheduler.pauses.set("by hand", "too many lost")
         running = asyncio.create_task(run.scheduler.run())
         await asyncio.sleep(0.1)
         assert run.rollout.calls == []
         assert run.steps == []
-        run.scheduler.pauses.clear("mask rate")
+        run.scheduler.pauses.clear("by hand")
         await asyncio.wait_for(running, 20)
 
     asyncio.run(go())
@@ -70,17 +70,17 @@ def test_a_pause_between_steps_keeps_a_full_batch_from_being_trained(tmp_path: P
     run = Run(tmp_path, run_config(steps=3))
 
     async def go() -> None:
-        run.scheduler.pauses.set("mask rate", "too many lost")
+        run.scheduler.pauses.set("by hand", "too many lost")
         running = asyncio.create_task(run.scheduler.run())
-        run.scheduler.pauses.clear("mask rate")
+        run.scheduler.pauses.clear("by hand")
         while not run.steps:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
-        run.scheduler.pauses.set("mask rate", "too many lost")
+        run.scheduler.pauses.set("by hand", "too many lost")
         await asyncio.sleep(0.2)
         held = len(run.learner.batches)
         await asyncio.sleep(0.2)
         assert len(run.learner.batches) == held < 3
-        run.scheduler.pauses.clear("mask rate")
+        run.scheduler.pauses.clear("by hand")
         await asyncio.wait_for(running, 20)
 
     asyncio.run(go())
