@@ -28,12 +28,17 @@ SHM = Path("/dev/shm")
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _PR_SET_CHILD_SUBREAPER = 36
 
+LINGERS = "ray node agent"
+"""Two processes a node that look every 2 s whether their raylet is there, leave at the fifth time that it is not, and
+before that try for a minute to tell the dead GCS."""
+
 ROLES: Sequence[tuple[str, str]] = (
     (r"-m orchestrator\.cli", "driver"),
     (r"^ray::RolloutWorker", "rollout worker"),
     (r"^ray::GraderWorker", "grader worker"),
     (r"^ray::EngineActor", "engine"),
     (r"^ray::LearnerRank", "learner rank"),
+    (r"^ray::(DashboardAgent|RuntimeEnvAgent)", LINGERS),
     (r"^ray::", "ray worker"),
     (r"default_worker\.py|setup_worker\.py", "ray worker"),
     (r"gcs_server", "gcs"),
@@ -57,6 +62,18 @@ class Process:
     """R, S, D, T (stopped), Z (ended, not yet waited for)."""
     command: str
     role: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gone:
+    """How a run's processes vanished."""
+
+    took_s: float
+    """Seconds until none was left but Ray's node agents."""
+    agents_s: float | None
+    """Seconds until they had left too; None where nobody waited for them."""
+    left: list[Process]
+    """Those that had not vanished in time."""
 
 
 def adopt_orphans() -> None:
@@ -164,22 +181,28 @@ class Driven:
         with suppress(ProcessLookupError):
             os.kill(self.process.pid, number)
 
-    def gone(self, timeout_s: float) -> tuple[float, list[Process]]:
-        """Waits for the driver and for all that it started; returns the seconds that took and who is still there.
+    def gone(self, timeout_s: float, agents_s: float = 0.0) -> Gone:
+        """Waits for the driver and for all that it started. Ray's node agents get `agents_s` more.
 
-        Those are then killed: they would disturb what comes next.
+        What is there after that is killed: it would disturb what comes next.
         """
         begin_s = time.monotonic()
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(timeout_s)
-        left = descendants()
-        while left and time.monotonic() - begin_s < timeout_s:
-            time.sleep(0.05)
-            left = descendants()
+
+        def living() -> list[Process]:
+            self.process.poll()
+            return [p for p in descendants() if p.role != LINGERS]
+
+        wait_for(lambda: not living(), timeout_s)
+        left = living()
         took_s = time.monotonic() - begin_s
-        end_all(left)
+        agents = None
+        if agents_s and not left:
+            wait_for(lambda: not descendants(), agents_s)
+            left = descendants()
+            agents = time.monotonic() - begin_s
+        end_all(descendants())
         self._out.close()
-        return took_s, left
+        return Gone(took_s=took_s, agents_s=agents, left=left)
 
     def leftovers(self) -> dict[str, int]:
         """What it left outside its folder, by kind; only after `gone`. `shm`: segments that no process has open."""

@@ -40,7 +40,10 @@ KINDS: Mapping[str, int] = {"uniform": 50, "startup": 10, "restore": 10, "step":
 TRIGGER_S = 300.0
 """A kill that waits for something is done after this long, whatever has happened."""
 GONE_S = 60.0
-"""Whatever of a run lives this long after its driver has leaked."""
+"""Whatever of a run lives this long after its driver has leaked; Ray's node agents have AGENTS_S."""
+AGENTS_S = 120.0
+AGENTS_EVERY = 10
+"""They take a minute, so only one cycle in this many waits for them; the others end them."""
 NAME = "kills"
 STEPS = 1_000_000
 
@@ -117,14 +120,14 @@ def _cycle(
     alive = driven.by_role(driven.descendants())
     run.signal(signal.SIGKILL)
     killed_s = run.age_s
-    gone_s, left = run.gone(GONE_S)
+    gone = run.gone(GONE_S, AGENTS_S if number % AGENTS_EVERY == 2 else 0.0)
     leftovers = run.leftovers()
     run.clean()
     faults = []
     if crashed:
         faults.append(f"the driver ended by itself with {run.process.returncode}: {run.text()[-1500:]}")
-    if left:
-        faults.append(f"{len(left)} processes are left after {GONE_S:g} s: {[p.command[:80] for p in left[:5]]}")
+    if gone.left:
+        faults.append(f"{len(gone.left)} processes are left: {[p.command[:80] for p in gone.left[:5]]}")
     if leftovers["shm"]:
         faults.append(f"{leftovers['shm']} segments are left in /dev/shm")
     line: dict[str, Any] = {
@@ -134,9 +137,10 @@ def _cycle(
         "resume": resume,
         "killed_s": round(killed_s, 2),
         "first_step_s": first_step_s,
-        "gone_s": round(gone_s, 2),
+        "gone_s": round(gone.took_s, 2),
+        "agents_gone_s": gone.agents_s and round(gone.agents_s, 1),
         "processes": alive,
-        "left": len(left),
+        "left": len(gone.left),
         "leftovers": leftovers,
     }
     promise = before
@@ -228,7 +232,7 @@ def _finish(
     hung = not run.ended
     if hung:
         run.signal(signal.SIGKILL)
-    gone_s, left = run.gone(GONE_S)
+    gone = run.gone(GONE_S)
     leftovers = run.leftovers()
     run.clean()
     found = look(run_dir, expected, before, at_rest=not hung)
@@ -237,15 +241,15 @@ def _finish(
         faults.append(f"the last session ended with {run.process.returncode}: {run.text()[-1500:]}")
     if found.steps != steps:
         faults.append(f"the run ended after {found.steps} steps, not {steps}")
-    if left:
-        faults.append(f"{len(left)} processes are left: {[p.command[:80] for p in left[:5]]}")
+    if gone.left:
+        faults.append(f"{len(gone.left)} processes are left: {[p.command[:80] for p in gone.left[:5]]}")
     return {
         "cycle": args.cycles,
         "kind": "finish",
         "hit": not hung,
         "resume": True,
-        "gone_s": round(gone_s, 2),
-        "left": len(left),
+        "gone_s": round(gone.took_s, 2),
+        "left": len(gone.left),
         "leftovers": leftovers,
         "step": found.steps,
         "checkpoint": found.promise.step,
@@ -274,6 +278,7 @@ def _summary(lines: list[dict[str, Any]]) -> dict[str, Any]:
         "trained": last.get("trained"),
         "grades_kept": sum(x.get("grades_kept", 0) for x in kills),
         "gone_s": {"median": median(gone), "max": max(gone)} if gone else None,
+        "agents_gone_s": [x["agents_gone_s"] for x in kills if x.get("agents_gone_s") is not None],
         "first_step_s": {"median": median(first), "max": max(first)} if first else None,
         "left_processes": sum(x["left"] for x in lines),
         "leftovers": {k: sum(x["leftovers"].get(k, 0) for x in lines) for x in lines for k in x["leftovers"]},

@@ -87,9 +87,9 @@ def main() -> None:
     if not ended:
         faults.append(f"the driver did not end within {END_S:g} s of SIGTERM")
         run.signal(signal.SIGKILL)
-    gone_s, left = run.gone(30.0)
-    if left:
-        faults.append(f"{len(left)} processes are left: {[p.command[:80] for p in left[:5]]}")
+    gone = run.gone(30.0)
+    if gone.left:
+        faults.append(f"{len(gone.left)} processes are left: {[p.command[:80] for p in gone.left[:5]]}")
     leftovers = run.leftovers()
     run.clean()
     counted = [s for s in samples if s["time_s"] >= min(args.warm_up, 60.0 * args.minutes / 3)]
@@ -98,7 +98,7 @@ def main() -> None:
         "minutes": args.minutes,
         "samples": len(counted),
         "steps": _steps(run_dir),
-        "gone_s": round(gone_s, 2),
+        "gone_s": round(gone.took_s, 2),
         "leftovers": leftovers,
         "faults": faults,
         "leaks": [row["name"] for row in rows if row["grows"]],

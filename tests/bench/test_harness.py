@@ -153,8 +153,8 @@ driven.adopt_orphans()
 run = driven.Driven([sys.executable, "-c", sys.argv[1]], console=Path(sys.argv[2]))
 assert driven.wait_for(lambda: len(driven.descendants()) == 2, 20.0)
 run.signal(signal.SIGKILL)
-took_s, left = run.gone(2.0)
-print(json.dumps([took_s, len(left), len(driven.descendants()), run.leftovers()]))
+gone = run.gone(2.0)
+print(json.dumps([gone.took_s, len(gone.left), len(driven.descendants()), run.leftovers()]))
 run.clean()
 """
 
