@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 
 from configs.schema import WandbConfig
 from infra.errors import StorageError
+from infra.scrub import scrub, scrubbed
 from infra.storage import Storage
 
 logger = logging.getLogger("gagar.telemetry")
@@ -71,7 +72,7 @@ class JsonlFile:
             StorageError: the disk is full or the folder unwritable, and there is no `Storage` to wait with.
             ValueError: a number is not finite.
         """
-        self._waiting.append(f"{json.dumps(line, allow_nan=False)}\n".encode())
+        self._waiting.append(f"{json.dumps(scrubbed(line), allow_nan=False)}\n".encode())
         if len(self._waiting) == 1:  # else the disk takes nothing: a retry writes all, in order
             self._flush()
 
@@ -210,7 +211,7 @@ class WandbSink:
         self._run_dir = run_dir
         self._config = config
         self._mode = mode
-        self._run_config = dict(run_config)
+        self._run_config = scrubbed(run_config)
         self._run_id = _run_id(run_dir)
         self._work: queue.Queue[Callable[[Any], None] | None] = queue.Queue(maxsize=WANDB_QUEUE)
         """What the thread does with the W&B run, one after the other; None: finish it."""
@@ -226,7 +227,7 @@ class WandbSink:
 
     def alert(self, title: str, text: str) -> None:
         """Hand over one alert, which W&B sends on as its user has set it up; returns at once."""
-        self._put(lambda run: run.alert(title=title, text=text))
+        self._put(lambda run: run.alert(title=scrub(title), text=scrub(text)))
 
     def _put(self, work: Callable[[Any], None]) -> None:
         if self._broken:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from configs.schema import RunConfig
 
 EXIT_FAILURE = 1
-EXIT_CONFIG = 2
 EXIT_INTERRUPTED = 130
 
 app = typer.Typer(
@@ -223,23 +223,29 @@ def _policy_folder(checkpoint: Path) -> Path:
 
 
 def main() -> NoReturn:
-    """Entry point: exit code 0, 2 for a configuration or command line that cannot run, 1 for any other failure."""
+    """Entry point: exit code 0, 2 for a configuration or command line that cannot run, 3 for a run that was ended because
+    nothing moved, 1 for any other failure."""
     try:
         app()
     except ConfigError as error:
-        typer.echo(f"gagar: {_visible(error)}", err=True)
-        sys.exit(EXIT_CONFIG)
+        typer.echo(f"gagar: {_visible(str(error))}", err=True)
+        sys.exit(error.exit_code)
     except GagarError as error:
-        typer.echo(f"gagar: {error.boundary.value}: {_visible(error)}", err=True)
+        typer.echo(f"gagar: {error.boundary.value}: {_visible(str(error))}", err=True)
+        sys.exit(error.exit_code)
+    except Exception:  # a fault of this program; Python's own report would show every secret that it holds
+        typer.echo(_visible(traceback.format_exc()), err=True)
         sys.exit(EXIT_FAILURE)
     sys.exit(0)
 
 
-def _visible(error: GagarError) -> str:
-    """What went wrong, without characters that move a cursor: messages name what stands in files from elsewhere."""
+def _visible(text: str) -> str:
+    """What went wrong, without secrets and without characters that move a cursor: messages name what stands in files and
+    answers from elsewhere."""
+    from infra.scrub import scrub
     from infra.unseen import visible
 
-    return visible(str(error))
+    return visible(scrub(text))
 
 
 if __name__ == "__main__":

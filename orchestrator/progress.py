@@ -19,6 +19,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from infra.scrub import scrub
 from orchestrator.bottleneck import shares_of, shares_text, verdict
 
 LIVE_INTERVAL_S = 0.5
@@ -127,7 +128,7 @@ class Progress:
             self._live = None
 
     def _print(self, line: str) -> None:
-        self.console.print(Text(line), soft_wrap=True)
+        self.console.print(Text(scrub(line)), soft_wrap=True)
 
 
 def clock_text(seconds: float) -> str:

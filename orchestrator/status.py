@@ -16,6 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from infra.errors import StorageError
+from infra.scrub import scrubbed
 from orchestrator.bottleneck import verdict
 from orchestrator.progress import ProgressSnapshot, clock_text
 from orchestrator.runfiles import METRICS, STATUS, read_jsonl, require_run
@@ -69,7 +70,7 @@ def write_status(
     }
     path, part = run_dir / STATUS, run_dir / f".{STATUS}.part"
     try:
-        part.write_text(json.dumps(status), encoding="utf-8")
+        part.write_text(json.dumps(scrubbed(status)), encoding="utf-8")
         part.replace(path)
     except OSError as e:
         raise StorageError(f"{path}: cannot be written ({e}); free space and resume the run") from e
