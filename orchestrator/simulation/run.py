@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -104,7 +104,8 @@ async def _simulate(
     if not observer.done.is_set():
         await running
     running.cancel()
-    await asyncio.wait((running,))
+    with suppress(asyncio.CancelledError):  # anything else went wrong at the end
+        await running
     return Simulation(
         trace=trace,
         schedule=schedule,
