@@ -142,9 +142,11 @@ class ActorPool:
         """Slots of live actors now; follow it with `on_change`."""
         return self.slots * sum(m.state is ActorState.LIVE for m in self._members)
 
-    def on_change(self, listener: Callable[[], None]) -> None:
-        """Has `listener` called, in the loop, whenever the capacity or the state of an actor may have changed."""
+    def on_change(self, listener: Callable[[], None]) -> Callable[[], None]:
+        """Has `listener` called, in the loop, whenever the capacity or the state of an actor may have changed;
+        returns what ends that."""
         self._listeners.append(listener)
+        return lambda: self._listeners.remove(listener)
 
     def occupancy(self) -> tuple[int, int]:
         """(busy slots, all slots) of the pool; actors that start or are about to be replaced count, and of those that

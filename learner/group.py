@@ -148,6 +148,7 @@ class LearnerGroup:
         import ray
 
         self._started_s = time.monotonic()
+        self.version = 0
         actor = ray.remote(concurrency_groups={_ALIVE: 1})(LearnerRank)
         world = self.config.world_size
         self._placement = self._reserve()

@@ -78,7 +78,7 @@ def train(
         typer.echo(yaml.safe_dump(resolved(loaded), sort_keys=False))
         typer.echo(render(make_plan(loaded, resume=resume)))
         return
-    from orchestrator.build import run_training
+    from orchestrator.training import run_training
 
     try:
         code = run_training(loaded, config_file=config, resume=resume)
@@ -121,7 +121,7 @@ def evaluate(
     if loaded.eval is None:
         raise ConfigError(f"{config}: eval = null: nothing says what to evaluate on; give e.g. eval.source=minirepo")
     folder = None if checkpoint is None else _policy_folder(checkpoint)
-    from orchestrator.build import run_eval
+    from orchestrator.evaluate import run_eval
 
     raise typer.Exit(run_eval(loaded, folder))
 
@@ -223,7 +223,7 @@ def _policy_folder(checkpoint: Path) -> Path:
 
 
 def main() -> NoReturn:
-    """Entry point: exit code 0, 2 for a configuration or command line that cannot run, 3 for a run that was ended because
+    """Entry point: exit code 0, 2 for a configuration or command line that cannot run, 3 for a run that ended because
     nothing moved, 1 for any other failure."""
     try:
         app()
@@ -240,8 +240,8 @@ def main() -> NoReturn:
 
 
 def _visible(text: str) -> str:
-    """What went wrong, without secrets and without characters that move a cursor: messages name what stands in files and
-    answers from elsewhere."""
+    """What went wrong, without secrets and without characters that move a cursor: messages name what stands in files
+    and answers from elsewhere."""
     from infra.scrub import scrub
     from infra.unseen import visible
 

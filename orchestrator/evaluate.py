@@ -6,11 +6,15 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import cast
 
-from configs.schema import EvalConfig
+from configs.schema import EvalConfig, RunConfig
+from envs.source import make_source
 from envs.task import Split, TaskSource
 from infra.pool import ActorLost, ActorPool, ActorTimeout
+from orchestrator.build import ray_session, rollout_pool, run_loop
+from orchestrator.progress import Progress
 from rollout.trajectory import Trajectory
 
 
@@ -98,3 +102,68 @@ async def evaluate(
 
 def _mean(values: list[float]) -> float | None:
     return sum(values) / len(values) if values else None
+
+
+async def run_evaluation(
+    config: RunConfig,
+    settings: EvalConfig,
+    label: str,
+    step: int,
+    rollout: ActorPool,
+    progress: Progress,
+    moved: Callable[[], None] = lambda: None,
+) -> EvalResult:
+    """One evaluation, told as it goes; `moved` is called whenever a trajectory has ended."""
+    total = settings.tasks * settings.samples
+    done = 0
+
+    def on_done() -> None:
+        nonlocal done
+        done += 1
+        moved()
+        if done % max(total // 4, 1) == 0:
+            progress.event(f"evaluation {label}: {done}/{total} trajectories")
+
+    result = await evaluate(
+        label=label,
+        step=step,
+        config=settings,
+        source=make_source(settings.source, config.sources[settings.source]),
+        rollout=rollout,
+        wall_s=config.rollout.limits.wall_s,
+        on_done=on_done,
+    )
+    rate = "all masked" if result.pass_rate is None else f"{result.pass_rate:.1%}"
+    progress.event(
+        f"held-out {settings.source} pass rate {label}: {rate} (avg@{settings.samples}, {settings.tasks} tasks)"
+    )
+    if result.masked:
+        progress.event(
+            f"{result.masked} of {total} trajectories were lost and left out; the first: {result.first_error}"
+        )
+    return result
+
+
+def run_eval(config: RunConfig, checkpoint: Path | None) -> int:
+    """Evaluate the configuration's policy on held-out tasks, or that of a run's checkpoint or of an HF folder; prints
+    the result."""
+    settings = config.eval or EvalConfig()
+    if checkpoint is not None:
+        policy = checkpoint / "policy"
+        engine = config.engine.model_copy(update={"model": str(policy if policy.is_dir() else checkpoint)})
+        config = config.model_copy(update={"engine": engine})
+    progress = Progress(0, config.telemetry.progress_every_s)
+
+    async def go() -> EvalResult:
+        async with rollout_pool(config, progress) as (_, ready):
+            rollout = await ready()
+            return await run_evaluation(config, settings, "eval", 0, rollout, progress)
+
+    try:
+        with ray_session(config):
+            result = run_loop(go())
+    finally:
+        progress.close()
+    for name, rate in result.pass_rate_by.items():
+        progress.console.print(f"  {name:24} {rate:6.1%}")
+    return 0

@@ -176,9 +176,10 @@ class EnginePool:
         asked = (ActorState.STARTING, ActorState.LIVE)
         return {r.number: r.handle for r in self._replicas if r.joined and r.state in asked}
 
-    def on_change(self, listener: Callable[[], None]) -> None:
-        """Has `listener` called, in the loop, whenever replicas come or go."""
+    def on_change(self, listener: Callable[[], None]) -> Callable[[], None]:
+        """Has `listener` called, in the loop, whenever replicas come or go; returns what ends that."""
         self._listeners.append(listener)
+        return lambda: self._listeners.remove(listener)
 
     def capacity(self) -> int:
         """Sequences that the replicas decode at once now."""
