@@ -47,12 +47,16 @@ class Telemetry:
         self.storage = storage
         self._metrics = JsonlFile(run_dir / "metrics.jsonl", sync=True, storage=storage)
         self._spans = JsonlFile(run_dir / "spans.jsonl", sync=False, storage=storage)
-        self._spans.append({"anchor": {"monotonic_s": time.monotonic(), "unix_s": time.time(), "pid": os.getpid()}})
+        self.anchor()
         self._closed: list[Span] = []
         self._open: dict[int, Span] = {}
         self._ids = itertools.count()
         mode = wandb_mode(wandb, environ=os.environ, home=Path.home())
         self._wandb = WandbSink(run_dir, wandb, mode=mode, run_config=config) if mode != "disabled" else None
+
+    def anchor(self) -> None:
+        """Tie the spans' clock to the wall clock: at the start, and after the file was cut back."""
+        self._spans.append({"anchor": {"monotonic_s": time.monotonic(), "unix_s": time.time(), "pid": os.getpid()}})
 
     @contextmanager
     def span(self, name: str, **attrs: Attr) -> Iterator[None]:
