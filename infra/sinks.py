@@ -101,16 +101,17 @@ class JsonlFile:
 
     def _write(self) -> None:
         if self._fd is None:
-            self._end = min(self._open(), self._end)
-            os.truncate(self.path, self._end)  # what `_take_back` could not
+            size = self._open()
+            if size > self._end:  # what `_take_back` could not
+                os.truncate(self.path, self._end)
         assert self._fd is not None
         data = b"".join(self._waiting)
+        self._end = os.fstat(self._fd).st_size  # a learner that starts again cuts the logs back
         done = 0
         while done < len(data):
             done += os.write(self._fd, data[done:])
         if self._sync:
             os.fsync(self._fd)
-        self._end += len(data)
         self._waiting.clear()
 
     def _take_back(self) -> None:

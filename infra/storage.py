@@ -45,6 +45,7 @@ class Storage:
         self._retries: dict[Path, Callable[[], None]] = {}
         self._on_change: Callable[[], None] = lambda: None
         self._given_up = threading.Event()
+        self._down_s = 0.0
 
     def listen(self, on_change: Callable[[], None]) -> None:
         """Have `on_change` called, in the reporting thread, when a place goes down or comes back."""
@@ -66,10 +67,20 @@ class Storage:
     def recovered(self, path: Path) -> None:
         """`path` was written. Nothing happens if it was not down."""
         with self._lock:
+            first_s = min((f.since_s for f in self._faults.values()), default=0.0)
             known = self._faults.pop(path, None)
             self._retries.pop(path, None)
+            if known is not None and not self._faults:
+                self._down_s += time.monotonic() - first_s
         if known is not None:
             self._on_change()
+
+    def scalars(self) -> dict[str, float]:
+        """Metrics, over the session so far."""
+        with self._lock:
+            now_s = time.monotonic()
+            running_s = now_s - min((f.since_s for f in self._faults.values()), default=now_s)
+            return {"storage/faults_total": float(self.faults_total), "storage/down_s": self._down_s + running_s}
 
     def faults(self) -> tuple[Fault, ...]:
         """The places that cannot be written, the oldest first."""

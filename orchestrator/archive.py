@@ -14,6 +14,7 @@ from typing import Any
 
 from envs.task import Task
 from grader.stored import StoredGroup, archive_path, read_archive, write_archive
+from infra.storage import Storage
 from orchestrator.ledger import CompleteGroup
 from rollout.trajectory import Trajectory, Transcript
 
@@ -48,13 +49,15 @@ def read_archived(folder: Path, record: Mapping[str, Any]) -> StoredGroup | None
 class GroupArchive:
     """The archive folder of one run. `add` and `close` are called from one thread, the driver's."""
 
-    def __init__(self, folder: Path, *, fetch: Fetch = fetch_from_ray) -> None:
+    def __init__(self, folder: Path, *, fetch: Fetch = fetch_from_ray, storage: Storage | None = None) -> None:
+        """`storage`: where the writer waits for a disk that takes nothing; None: it fails at once."""
         self.lost = 0
         """Groups that have no entry because a transcript was lost with its node."""
         self.first_loss = ""
         """What the first of them lost."""
         self._folder = folder
         self._fetch = fetch
+        self._storage = storage
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="archive")
         self._pending: deque[Future[None]] = deque()
 
@@ -99,7 +102,8 @@ class GroupArchive:
             self.lost += 1
             self.first_loss = self.first_loss or f"{group_id}: {type(e).__name__}"
             return
-        write_archive(
-            self._folder,
-            StoredGroup(group_id=group_id, task=task, trajectories=trajectories, transcripts=transcripts),
-        )
+        group = StoredGroup(group_id=group_id, task=task, trajectories=trajectories, transcripts=transcripts)
+        if self._storage is None:
+            write_archive(self._folder, group)
+        else:
+            self._storage.insist(self._folder, lambda: write_archive(self._folder, group))

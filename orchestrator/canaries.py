@@ -18,6 +18,7 @@ from grader.exchange import GradeReply
 from grader.verdict import FallbackReason
 from infra.errors import StorageError
 from infra.sinks import JsonlFile
+from infra.storage import Storage
 from orchestrator.runfiles import CANARIES, read_jsonl
 
 
@@ -96,7 +97,7 @@ def read_past(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def make_canaries(config: RunConfig, run_dir: Path) -> Canaries | None:
+def make_canaries(config: RunConfig, run_dir: Path, storage: Storage | None = None) -> Canaries | None:
     """The canaries of a run, continued where canaries.jsonl ends; None if it grades none.
 
     Raises:
@@ -108,4 +109,6 @@ def make_canaries(config: RunConfig, run_dir: Path) -> Canaries | None:
     path = grader.canaries.path
     supply = builtin_canaries(config.seed, rubric) if path is None else stored_canaries(Path(path))
     past = read_past(run_dir / CANARIES)
-    return Canaries(grader.canaries, supply, JsonlFile(run_dir / CANARIES, sync=False), rubric, past=past)
+    return Canaries(
+        grader.canaries, supply, JsonlFile(run_dir / CANARIES, sync=False, storage=storage), rubric, past=past
+    )

@@ -6,7 +6,10 @@ thread, in order, as many in a transaction as have come in meanwhile: the driver
 killed process loses what came in the last milliseconds.
 
 Every end of a group has a number. A checkpoint keeps the last one, its *mark*: what ended later is lost with the
-weights, so a resume brings it back, and what ended before is forgotten once the checkpoint is complete.
+weights, so a resume brings it back. What ended before is forgotten once no checkpoint on disk has a smaller mark: the
+newest one may turn out to be damaged, and a resume from an older one brings back what ended since then.
+
+A disk that takes nothing makes the writer try again until it does; the run holds still meanwhile (saving.py).
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import asyncio
 import shutil
 import sqlite3
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +28,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from grader.exchange import GradeReply
 from infra.errors import StorageError
+from infra.storage import Storage
 from orchestrator.credit import GroupOutcome
 from orchestrator.ledger import RollingGroup
 from rollout.spool import group_folder, kept_slots
@@ -43,6 +47,15 @@ CREATE TABLE IF NOT EXISTS groups (
     outcome TEXT,
     ended INTEGER                              -- number of its end; NULL while it lives
 )"""
+_PASSING = {
+    sqlite3.SQLITE_BUSY,
+    sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_LOCKED,
+    sqlite3.SQLITE_READONLY,
+}
+"""Errors of the disk, which end when it takes something again."""
 _ADMIT = "INSERT OR REPLACE INTO groups (group_id, source, task_index, size, version) VALUES (?, ?, ?, ?, ?)"
 
 
@@ -83,17 +96,23 @@ def indices(groups: Sequence[KeptGroup]) -> dict[str, set[int]]:
     return out
 
 
+class _Damaged(Exception):
+    """No waiting helps."""
+
+
 class LedgerStore:
     """The log of one run's ledger. Called from one thread, the driver's."""
 
-    def __init__(self, path: Path, rollouts: Path) -> None:
-        """Open or make it; `rollouts` is the folder that workers keep finished rollouts in.
+    def __init__(self, path: Path, rollouts: Path, *, storage: Storage | None = None) -> None:
+        """Open or make it; `rollouts` is the folder that workers keep finished rollouts in. `storage`: where the writer
+        waits for a disk that takes nothing; None: it fails at once.
 
         Raises:
             StorageError: it cannot be opened.
         """
         self._path = path
         self._rollouts = rollouts
+        self._storage = storage
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ledger")
         self._todo: deque[tuple[str, tuple[Any, ...]]] = deque()
         self._last: Future[None] | None = None
@@ -135,14 +154,16 @@ class LedgerStore:
         await asyncio.wrap_future(self._writer.submit(self._sync))
 
     def forget(self, mark: int) -> None:
-        """A checkpoint with this mark is complete: what ended before it needs no row and no files any more."""
+        """No checkpoint on disk has a smaller mark: what ended before it needs no row and no files any more."""
         self._submit(self._drop, mark)
 
     def close(self) -> None:
         """Write what is left. Raises StorageError."""
-        self._writer.submit(self._sync).result()
-        self._writer.shutdown(wait=True)
-        self._db.close()
+        try:
+            self._writer.submit(self._sync).result()
+        finally:
+            self._writer.shutdown(wait=True)
+            self._db.close()
 
     def _write(self, statement: str, *values: Any) -> None:
         self._todo.append((statement, values))
@@ -157,47 +178,72 @@ class LedgerStore:
     # ---- in the writer's thread -------------------------------------------------------------------------------------
 
     def _drain(self) -> None:
-        if not self._todo:
-            return
-        try:
-            self._db.execute("BEGIN")
-            while self._todo:
-                self._db.execute(*self._todo.popleft())
-            self._db.execute("COMMIT")
-        except sqlite3.Error as e:
-            raise StorageError(f"{self._path}: cannot be written ({e}); free space and resume the run") from e
+        while self._todo:
+            batch = list(self._todo)
+            self._insist(lambda rows=batch: self._transaction(rows))  # type: ignore[misc]  # bound now
+            for _ in batch:  # only now: a failed transaction is tried again with all of them
+                self._todo.popleft()
 
     def _sync(self) -> None:
         self._drain()
-        try:
-            self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-        except sqlite3.Error as e:
-            raise StorageError(f"{self._path}: cannot be written ({e}); free space and resume the run") from e
+        self._insist(lambda: self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)"))
 
     def _drop(self, mark: int) -> None:
         self._drain()
+        gone = self._db.execute("SELECT group_id FROM groups WHERE ended <= ?", (mark,)).fetchall()
+        for (group_id,) in gone:
+            shutil.rmtree(group_folder(self._rollouts, group_id), ignore_errors=True)
+        self._insist(lambda: self._db.execute("DELETE FROM groups WHERE ended <= ?", (mark,)))
+
+    def _transaction(self, statements: Sequence[tuple[str, tuple[Any, ...]]]) -> None:
+        self._db.execute("BEGIN")
         try:
-            gone = self._db.execute("SELECT group_id FROM groups WHERE ended <= ?", (mark,)).fetchall()
-            for (group_id,) in gone:
-                shutil.rmtree(group_folder(self._rollouts, group_id), ignore_errors=True)
-            self._db.execute("DELETE FROM groups WHERE ended <= ?", (mark,))
-        except sqlite3.Error as e:
-            raise StorageError(f"{self._path}: cannot be written ({e}); free space and resume the run") from e
+            for statement in statements:
+                self._db.execute(*statement)
+            self._db.execute("COMMIT")
+        except sqlite3.Error:
+            if self._db.in_transaction:  # a full disk has ended some by itself
+                self._db.execute("ROLLBACK")
+            raise
+
+    def _insist(self, work: Callable[[], object]) -> None:
+        """work(), until the disk takes it. Raises StorageError: it is damaged, or the run gave up."""
+
+        def attempt() -> None:
+            try:
+                work()
+            except sqlite3.Error as e:
+                if getattr(e, "sqlite_errorcode", 0) & 0xFF not in _PASSING:
+                    raise _Damaged(
+                        f"{self._path}: cannot be written ({e}); remove it to sample again what it held"
+                    ) from e
+                raise StorageError(f"{self._path}: cannot be written ({e}); free space and resume the run") from e
+
+        try:
+            if self._storage is None:
+                attempt()
+            else:
+                self._storage.insist(self._path, attempt)
+        except _Damaged as e:
+            raise StorageError(str(e)) from e.__cause__
 
     # ---- a resume ---------------------------------------------------------------------------------------------------
 
-    def load(self, mark: int) -> Sequence[KeptGroup]:
+    def load(self, mark: int, *, oldest: int | None = None) -> Sequence[KeptGroup]:
         """The groups that live after a resume from the checkpoint with this mark, in order of admission: those that
-        had not ended, and those whose end is lost with the weights. All others are forgotten.
+        had not ended, and those whose end is lost with the weights. All others are forgotten, but for those that ended
+        after `oldest`, the smallest mark of a checkpoint on disk (None: this one's).
 
         Raises:
             StorageError: the file is damaged.
         """
         try:
-            self._db.execute("DELETE FROM groups WHERE ended <= ?", (mark,))
-            self._db.execute("UPDATE groups SET ended = NULL, outcome = NULL")
-            query = "SELECT group_id, source, task_index, size, version, reply FROM groups ORDER BY number"
+            self._db.execute("DELETE FROM groups WHERE ended <= ?", (mark if oldest is None else min(mark, oldest),))
+            self._db.execute("UPDATE groups SET ended = NULL, outcome = NULL WHERE ended > ?", (mark,))
+            columns = "group_id, source, task_index, size, version, reply"
+            query = f"SELECT {columns} FROM groups WHERE ended IS NULL ORDER BY number"
             rows = self._db.execute(query).fetchall()
+            known = [group_id for (group_id,) in self._db.execute("SELECT group_id FROM groups")]
             groups = [
                 KeptGroup(
                     group_id=group_id,
@@ -213,8 +259,8 @@ class LedgerStore:
         except (sqlite3.Error, ValidationError) as e:
             raise StorageError(f"{self._path}: damaged ({e}); remove it to sample again what it held") from e
         self._ends = mark
-        living = {group_folder(self._rollouts, g.group_id).name for g in groups}
+        needed = {group_folder(self._rollouts, group_id).name for group_id in known}
         for folder in self._rollouts.glob("*"):
-            if folder.name not in living:
+            if folder.name not in needed:
                 shutil.rmtree(folder, ignore_errors=True)
         return groups

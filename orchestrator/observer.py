@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
@@ -9,6 +10,7 @@ from pathlib import Path
 from statistics import fmean
 
 from configs.schema import RunConfig
+from infra.errors import StorageError
 from infra.pool import ActorPool
 from infra.spans import QUEUE, Span
 from infra.telemetry import Telemetry
@@ -18,7 +20,11 @@ from orchestrator.ledger import Stage
 from orchestrator.loop import Scheduler, StepRecord
 from orchestrator.metrics import StepFacts, pool_units, step_metrics
 from orchestrator.progress import Activity, PoolLoad, Progress, ProgressSnapshot, SourceLoad
+from orchestrator.runfiles import STATUS
 from orchestrator.status import State, write_status
+
+REMIND_S = 30.0
+"""Between two messages that say why the run holds still."""
 
 
 class RunObserver:
@@ -41,6 +47,7 @@ class RunObserver:
         """More metrics of the step that ends, by name."""
         self._canaries = 0
         """Graded up to the last step."""
+        self._reminded_s = time.monotonic()
         self.checkpoint: str | None = None
         """The last complete checkpoint, for the status file."""
         self._shown = ProgressSnapshot(
@@ -61,7 +68,7 @@ class RunObserver:
         """Write the status file outside the training loop: starting, evaluating, finished, failed."""
         if activity is not None:
             self._shown = replace(self._shown, activity=activity)
-        write_status(self._run_dir, self._shown, state=state, idle_s=0.0, checkpoint=self.checkpoint, error=error)
+        self._write(state, error=error)
 
     @property
     def shown(self) -> ProgressSnapshot:
@@ -87,6 +94,8 @@ class RunObserver:
             )
         )
         metrics.scalars.update(self.figures())
+        if self._telemetry.storage is not None:
+            metrics.scalars.update(self._telemetry.storage.scalars())
         self._telemetry.log_step(scheduler.step, metrics.scalars, metrics.histograms)
         for line in record.records:
             (self._trained if line["outcome"] == "trained" else self._skipped)[line["source"]] += 1
@@ -103,7 +112,33 @@ class RunObserver:
         self.still(still_s)
         shown = self._shown = self._snapshot(scheduler)
         self._progress.update(shown)
-        write_status(self._run_dir, shown, state="running", idle_s=still_s, checkpoint=self.checkpoint)
+        self._write("running", idle_s=still_s)
+        self._remind(shown.paused)
+
+    def _write(self, state: State, *, idle_s: float = 0.0, error: str | None = None) -> None:
+        """The status file; the next tick writes it again, so a disk that takes nothing costs no more than that."""
+        storage = self._telemetry.storage
+        try:
+            write_status(
+                self._run_dir, self._shown, state=state, idle_s=idle_s, checkpoint=self.checkpoint, error=error
+            )
+        except StorageError as e:
+            if storage is None:
+                raise
+            storage.failed(self._run_dir / STATUS, e)
+        else:
+            if storage is not None:
+                storage.recovered(self._run_dir / STATUS)
+
+    def _remind(self, paused: Mapping[str, str]) -> None:
+        """Say why the run holds still, again and again while it does."""
+        now_s = time.monotonic()
+        if not paused:
+            self._reminded_s = now_s
+        elif now_s - self._reminded_s >= REMIND_S:
+            self._reminded_s = now_s
+            for reason, message in paused.items():
+                self._progress.event(f"PAUSED: {reason}: {message}")
 
     def _fewest_slots(self, scheduler: Scheduler) -> dict[str, int]:
         """Slots by pool; of one that grew or shrank in this step those it had all the time."""
