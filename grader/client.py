@@ -84,7 +84,8 @@ class Dialogue(Protocol):
 
         Raises:
             EngineError: the engine was lost or refused.
-            GraderError: the endpoint gave no usable answer; ContextFullError: the conversation does not fit.
+            GraderError: the endpoint gave no usable answer; ContextFullError: the conversation does not fit;
+                EndpointLostError: the endpoint is away.
         """
         ...
 
@@ -108,6 +109,16 @@ class GraderModel(Protocol):
         """
         ...
 
+    @property
+    def lost(self) -> str | None:
+        """Why the model's endpoint was lost at its last request; None since it answered, and where there is
+        none."""
+        ...
+
+    async def probe(self) -> str | None:
+        """Asks the endpoint whether it answers: None if it does, else why not."""
+        ...
+
     async def close(self) -> None:
         """Free connections."""
         ...
@@ -117,6 +128,7 @@ class EngineModel:
     """Tokens in, tokens out on an engine pool; the JSON schema is enforced by vLLM's structured outputs."""
 
     native = False
+    lost = None
 
     def __init__(
         self, engine: Engine, chat: ChatFormat, config: GraderConfig, *, name: str, max_model_len: int
@@ -135,6 +147,10 @@ class EngineModel:
         except ConfigError:
             ids = self.chat.initial(None, f"{system}\n\n{user}")
         return EngineDialogue(self, ids, request_id)
+
+    async def probe(self) -> str | None:
+        """There is no endpoint; a lost engine is replaced by its pool."""
+        return None
 
     async def close(self) -> None:
         """The pool belongs to the driver."""
@@ -210,6 +226,15 @@ class EndpointModel:
     def open(self, *, system: str | None, user: str, request_id: str) -> EndpointDialogue:
         """See `GraderModel.open`."""
         return EndpointDialogue(self, system, user)
+
+    @property
+    def lost(self) -> str | None:
+        """See `GraderModel.lost`."""
+        return self.endpoint.lost
+
+    async def probe(self) -> str | None:
+        """See `GraderModel.probe`."""
+        return await self.endpoint.probe()
 
     async def close(self) -> None:
         """Close the connections."""
@@ -357,6 +382,7 @@ class ScriptedModel:
         self.native = native
         self.respond = respond
         self.delay_s = delay_s
+        self.lost: str | None = None
         self.dialogues: list[ScriptedDialogue] = []
         """Every dialogue, in the order in which they were opened."""
         self.closed = False
@@ -365,6 +391,10 @@ class ScriptedModel:
         """See `GraderModel.open`."""
         self.dialogues.append(ScriptedDialogue(self, system, user, request_id))
         return self.dialogues[-1]
+
+    async def probe(self) -> str | None:
+        """What the test set."""
+        return self.lost
 
     async def close(self) -> None:
         """Remember that it was closed."""

@@ -19,12 +19,16 @@ from tenacity.wait import wait_random_exponential
 
 from configs.schema import EndpointGraderBackend
 from configs.secrecy import HIDDEN
-from infra.errors import GraderError
+from infra.errors import Boundary, GraderError
 
 MAX_ANSWER_BYTES = 4 * 1024 * 1024
 MAX_RETRY_AFTER_S = 60.0
 _MAX_COUNT = 10**9
 """Tokens that a server can say it counted: sums and prices of more are no numbers any more."""
+_CONNECT_S = 10.0
+"""Who does not take a connection in this time is away, however long a request may take."""
+_PROBE_S = 30.0
+"""What a probe may take: an endpoint that works on one token for longer serves nobody."""
 _SAID_CHARS = 300
 """How much of an error's body is repeated."""
 _SECRET_CHARS = 6
@@ -35,6 +39,12 @@ _CONTEXT_FULL = ("context_length_exceeded", "context length", "context window")
 
 class ContextFullError(GraderError):
     """The conversation does not fit the model's context."""
+
+
+class EndpointLostError(GraderError):
+    """The endpoint cannot be reached, keeps failing, or refuses the key: an outage, no property of what was asked."""
+
+    boundary = Boundary.NETWORK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,9 +118,11 @@ class _Answer(BaseModel):
 class _TransientError(Exception):
     """Worth another try."""
 
-    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
+    def __init__(self, message: str, retry_after_s: float | None = None, *, lost: bool = False) -> None:
+        """`lost`: nobody answers there, or not as an endpoint that works."""
         super().__init__(message)
         self.retry_after_s = retry_after_s
+        self.lost = lost
 
 
 class Endpoint:
@@ -135,7 +147,12 @@ class Endpoint:
         self._attempts = backend.max_retries + 1
         self._wait = wait_random_exponential(multiplier=backoff_s, max=max_backoff_s)
         self._slots = asyncio.Semaphore(concurrency)
-        self._http = httpx.AsyncClient(headers=headers, timeout=httpx.Timeout(backend.request_timeout_s))
+        connect_s = min(backend.request_timeout_s, _CONNECT_S)
+        self._http = httpx.AsyncClient(
+            headers=headers, timeout=httpx.Timeout(backend.request_timeout_s, connect=connect_s)
+        )
+        self.lost: str | None = None
+        """Why the endpoint was lost at the last request; None since it answered."""
 
     async def close(self) -> None:
         """Close the connections."""
@@ -155,7 +172,7 @@ class Endpoint:
 
         Raises:
             GraderError: an answer that is not to be retried, or retries used up; ContextFullError: too long a
-                conversation, as far as the server says so.
+                conversation, as far as the server says so; EndpointLostError: the endpoint is away.
         """
         body: dict[str, Any] = {
             "model": self._model,
@@ -180,8 +197,21 @@ class Endpoint:
                     async with self._slots:
                         return await self._once(body)
         except _TransientError as error:
-            raise GraderError(f"{self._url}: {error}, after {self._attempts} tries") from error
+            kind = EndpointLostError if error.lost else GraderError
+            raise kind(f"{self._url}: {error}, after {self._attempts} tries") from error
         raise AssertionError("unreachable: the last attempt raises")
+
+    async def probe(self) -> str | None:
+        """One short request: None if the endpoint answers it, in whatever way, else why it is lost."""
+        messages = [{"role": "user", "content": "Say ok."}]
+        try:
+            async with asyncio.timeout(_PROBE_S):
+                await self._once({"model": self._model, "messages": messages, "max_completion_tokens": 1})
+        except TimeoutError:
+            return f"{self._url}: no answer within {_PROBE_S:g} s"
+        except (_TransientError, GraderError):
+            pass  # `lost` says whether that is an answer
+        return self.lost
 
     def _pause_s(self, state: RetryCallState) -> float:
         error = state.outcome.exception() if state.outcome else None
@@ -190,6 +220,16 @@ class Endpoint:
 
     async def _once(self, body: Mapping[str, Any]) -> EndpointAnswer:
         try:
+            answer = await self._request(body)
+        except (_TransientError, GraderError) as error:
+            lost = error.lost if isinstance(error, _TransientError) else isinstance(error, EndpointLostError)
+            self.lost = str(error) if lost else None
+            raise
+        self.lost = None
+        return answer
+
+    async def _request(self, body: Mapping[str, Any]) -> EndpointAnswer:
+        try:
             async with asyncio.timeout(self._timeout_s), self._http.stream("POST", self._url, json=body) as response:
                 content = await _read(response)
         except TimeoutError:
@@ -197,7 +237,8 @@ class Endpoint:
         except (httpx.UnsupportedProtocol, httpx.InvalidURL) as error:
             raise GraderError(f"{self._url}: {error}; correct grader.backend.base_url") from error
         except httpx.TransportError as error:
-            raise _TransientError(self._hidden(f"{type(error).__name__}: {error}")) from None
+            slow = isinstance(error, httpx.TimeoutException) and not isinstance(error, httpx.ConnectTimeout)
+            raise _TransientError(self._hidden(f"{type(error).__name__}: {error}"), lost=not slow) from None
         except httpx.HTTPError as error:  # an undecodable body and the like
             raise GraderError(self._hidden(f"{self._url}: {type(error).__name__}: {error}")) from None
         if response.status_code != 200:
@@ -223,7 +264,9 @@ def _refusal(url: str, response: httpx.Response, said: str) -> Exception:
     """What an answer other than 200 comes to; `said` is its body, cut."""
     status = response.status_code
     if status == 429 or status >= 500:
-        return _TransientError(f"HTTP {status} {said}", _retry_after_s(response))
+        return _TransientError(f"HTTP {status} {said}", _retry_after_s(response), lost=status >= 500)
+    if status in (401, 403):
+        return EndpointLostError(f"{url}: HTTP {status} {said}; the key is not accepted")
     if status == 400 and any(phrase in said.lower() for phrase in _CONTEXT_FULL):
         return ContextFullError(f"{url}: HTTP {status} {said}")
     return GraderError(f"{url}: HTTP {status} {said}")

@@ -65,6 +65,8 @@ class FallbackReason(StrEnum):
     TIMEOUT = "timeout"
     ENGINE_ERROR = "engine_error"
     ENDPOINT_ERROR = "endpoint_error"
+    ENDPOINT_LOST = "endpoint_lost"
+    """It could not be reached, or refused the key, for as long as groups wait for it (grader.endpoint_wait_s)."""
     GRADER_ERROR = "grader_error"
     """A fault of the grader itself."""
     WORKER_LOST = "worker_lost"

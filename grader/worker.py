@@ -14,7 +14,7 @@ from configs.schema import EndpointGraderBackend, GraderConfig, RubricConfig, Sa
 from envs.sandbox import SandboxProvider, make_provider
 from grader.candidates import MismatchError, label_group
 from grader.client import GraderModel, make_model
-from grader.endpoint import ContextFullError
+from grader.endpoint import ContextFullError, EndpointLostError
 from grader.exchange import Grader, GradeReply, GradeRequest, base_state_of
 from grader.grading import Graded, Grading, Tally, without_hacks
 from grader.verdict import FallbackReason, Grade, InvalidVerdict
@@ -84,8 +84,12 @@ class GraderWorker:
             try:
                 grade = await self._grade(request, transcripts, run)
             except Exception as error:  # the one broad catch of this actor: no fault may cost more than a fallback
-                return self._reply(request, run, None, *_reason(error, self.config.timeout_s))
+                return self._reply(request, run, None, *_reason(error, self.config.timeout_s, self.model.lost))
             return self._reply(request, run, grade, None, run.detail)
+
+    async def probe(self) -> str | None:
+        """Whether the model's endpoint answers: None if it does, or if there is none, else why not."""
+        return await self.model.probe()
 
     async def close(self) -> None:
         """Close the model's connections, and what the sandboxes' provider keeps."""
@@ -145,7 +149,9 @@ class GraderWorker:
                 second = await self._pass(request, transcripts, run, another_seed, run.confirming)
             confirmed = set(second.grade.hacks)
         except Exception as error:  # the first pass has graded the group; no fault of the second may cost that
-            why = f" ({_reason(error, self.config.timeout_s)[0].value})"
+            if self.model.lost is not None or isinstance(error, EndpointLostError):
+                raise  # an outage must not acquit: the group is graded again when it is over
+            why = f" ({_reason(error, self.config.timeout_s, self.model.lost)[0].value})"
         dropped = set(first.grade.hacks) - confirmed
         if not dropped:
             return first
@@ -188,11 +194,16 @@ class GraderWorker:
         )
 
 
-def _reason(error: Exception, timeout_s: float) -> tuple[FallbackReason, str]:
-    """The fallback reason of whatever ended a grading."""
+def _reason(error: Exception, timeout_s: float, lost: str | None) -> tuple[FallbackReason, str]:
+    """The fallback reason of whatever ended a grading. `lost`: why the endpoint is away, if it is: a time limit that
+    passed meanwhile says nothing of the group."""
     match error:
         case InvalidVerdict():
             return error.reason, error.detail
+        case TimeoutError() if lost:
+            return FallbackReason.ENDPOINT_LOST, lost
+        case EndpointLostError():
+            return FallbackReason.ENDPOINT_LOST, str(error)
         case TimeoutError():
             return FallbackReason.TIMEOUT, f"no valid verdict within {timeout_s:g} s"
         case MismatchError():

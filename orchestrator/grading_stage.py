@@ -2,6 +2,7 @@
 
     group -> [queue] -> request, attempt 0 -> [grader pool] -> reply, held against the request (M2.6) -> on_grade
                               |  the grader died or hung: the same group once more, as attempt 1; then a fallback
+                              |  its endpoint is away: it waits until that is over, and is graded then (outage.py)
     canary (a stored group whose grade is known) -> through the same slots and the same pool -> canaries.jsonl
 
 A reply belongs to the one call that waits for it, and counts only if group, attempt, trajectories and versions are
@@ -17,6 +18,7 @@ from typing import Any
 
 from configs.schema import GraderConfig
 from grader.exchange import GradeReply, GradeRequest, accept, base_state_of, lost_reply
+from grader.verdict import FallbackReason
 from infra.pool import ActorDrained, ActorLost, ActorPool, ActorTimeout
 from infra.spans import CANARY, GRADE, QUEUE
 from infra.telemetry import Telemetry
@@ -25,10 +27,16 @@ from orchestrator.alarms import Alarm, GraderWatch
 from orchestrator.canaries import Canaries
 from orchestrator.clock import Clock
 from orchestrator.ledger import CompleteGroup
+from orchestrator.outage import Outage
 from orchestrator.slots import Slots
 
 ATTEMPTS = 2
 """How often a group is handed to a grader: again only if the first one died or hung."""
+
+OUTAGES = 3
+"""How many outages of the endpoint a group waits through. One that loses it again each time it is back is the cause."""
+_PROBE_S = 60.0
+"""What a worker gets to say whether the endpoint answers."""
 
 
 class GradingStage:
@@ -71,6 +79,9 @@ class GradingStage:
         self.slots = Slots(max(slots, 1))
         self._canaries_at_once = 0 if canaries is None else canaries.at_once(slots)
         self.watch = GraderWatch(config, canaries.past if canaries else ())
+        self.outage = Outage(
+            probe=self._probe, wait_s=config.endpoint_wait_s, clock=clock, spawn=spawn, on_alarm=on_alarm
+        )
         self.canaries_graded = 0
         self.waiting: dict[str, float] = {}
         """Groups that no grader has begun, and when their last trajectory ended."""
@@ -79,6 +90,11 @@ class GradingStage:
     def full(self) -> bool:
         """Whether so many groups wait for a grader that no more of those to be graded should be admitted."""
         return len(self.waiting) >= 2 * self.slots.size
+
+    @property
+    def alarms(self) -> tuple[str, ...]:
+        """Names of the alarms that are on."""
+        return (*self.outage.alarms, *self.watch.alarms)
 
     async def put(self, group: CompleteGroup) -> None:
         """Hand over an eligible group (M1.6)."""
@@ -142,12 +158,16 @@ class GradingStage:
         from ray.exceptions import RayError
 
         start_s = self._clock.now()
-        losses = 0
+        losses = outages = 0
         try:
             while True:
                 try:
-                    reply = await self._pool.call("grade", request, *transcripts, timeout_s=self._deadline_s)
-                    return self._check(request, reply)
+                    answer = await self._pool.call("grade", request, *transcripts, timeout_s=self._deadline_s)
+                    reply = self._check(request, answer)
+                    if not await self._again(reply, outages):
+                        return reply
+                    outages += 1
+                    request = replace(request, submitted_unix_s=self._clock.unix())
                 except (ActorLost, ActorTimeout) as e:
                     losses += not isinstance(e, ActorDrained)  # handed back: nobody is at fault
                     if losses == ATTEMPTS:
@@ -157,6 +177,22 @@ class GradingStage:
                     return lost_reply(request, f"{type(e).__name__}: {e}", run_s=self._clock.now() - start_s)
         finally:
             self.slots.release()
+
+    async def _again(self, reply: GradeReply, outages: int) -> bool:
+        """Whether the same group is to be graded again, after waiting for an endpoint that was lost."""
+        if reply.fallback_reason is not FallbackReason.ENDPOINT_LOST:
+            if reply.turns:
+                self.outage.answered()
+            return False
+        return outages < OUTAGES and await self.outage.over(reply.detail)
+
+    async def _probe(self) -> str | None:
+        """What is wrong with the endpoint, as a grader sees it; None if it answers."""
+        try:
+            wrong: str | None = await self._pool.call("probe", timeout_s=_PROBE_S)
+            return wrong
+        except (ActorLost, ActorTimeout) as e:
+            return str(e)
 
     def _tell(self, changes: list[Alarm]) -> None:
         for alarm in changes:

@@ -133,9 +133,9 @@ class MaskWatch:
         classes = window.masked.most_common()
         counts = ", ".join(f"{status.value.removeprefix('infra_')} {n}" for status, n in classes if n)
         return (
-            f"{window.masked.total()} of the last {len(window.ended)} rollouts of {name} were lost ({counts}; the last: "
-            f"{window.error}), above scheduler.pause_masked_above = {self._above:g}; no step begins and only probes are "
-            f"sampled until rollouts end well again: {_REMEDIES[classes[0][0]]}"
+            f"{window.masked.total()} of the last {len(window.ended)} rollouts of {name} were lost ({counts}; the last:"
+            f" {window.error}), above scheduler.pause_masked_above = {self._above:g}; no step begins, and only probes"
+            f" are sampled, until rollouts end well again: {_REMEDIES[classes[0][0]]}"
         )
 
 

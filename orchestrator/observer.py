@@ -198,7 +198,11 @@ class RunObserver:
             oldest_rollout_s=oldest[Stage.ROLLING],
             oldest_grading_s=oldest[Stage.GRADING],
             cap_rate=self._cap_rate,
-            alarms=(*scheduler.supply.alarms, *(scheduler.grading.watch.alarms if scheduler.grading else ())),
+            alarms=(
+                *scheduler.failures.alarms,
+                *scheduler.supply.alarms,
+                *(scheduler.grading.alarms if scheduler.grading else ()),
+            ),
             paused=scheduler.pauses.reasons(),
         )
 

@@ -25,8 +25,8 @@ BROKEN = frozenset({Status.INFRA_VERIFIER, Status.INFRA_SETUP})
 _KEPT_ERRORS = 5
 _ERROR_CHARS = 500
 _LATER = 16
-"""Evaluations of other tasks that count after the last failure of one. Later ones say nothing of its time: what broke in
-an outage must not look like the task's own fault when all is well again."""
+"""Evaluations of other tasks that count after the last failure of one. Later ones say nothing of its time: what broke
+in an outage must not look like the task's own fault when all is well again."""
 _WELL = 0.25
 """Other tasks are evaluated well if no larger share of their evaluations fails than this."""
 
@@ -122,7 +122,7 @@ class Quarantine:
             suspect.errors = [*suspect.errors, error][-_KEPT_ERRORS:]
 
     def _tell_others(self, task_id: str, source: str, *, failed: bool) -> None:
-        """One more evaluation beside the suspects of a source; those that nothing more is to be learned of are let go."""
+        """One more evaluation beside the suspects of a source; those of which nothing more is learned go."""
         for name, s in list(self._suspects.items()):
             if s.source != source or name == task_id:
                 continue

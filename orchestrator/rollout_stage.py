@@ -47,8 +47,8 @@ class RolloutStage:
         on_retry: Callable[[Trajectory], None],
         waits: Waits | None = None,
     ) -> None:
-        """`failures` is told of every attempt; `spawn` runs a coroutine beside the others of the run; `on_end` is awaited
-        for every trajectory that counts, `on_retry` told of every one that is sampled again."""
+        """`failures` is told of every attempt; `spawn` runs a coroutine beside the others of the run; `on_end` is
+        awaited for every trajectory that counts, `on_retry` told of every one that is sampled again."""
         self._config = config
         self._pool = pool
         self._telemetry = telemetry
