@@ -293,15 +293,21 @@ class JailSandbox(Section):
 
     type: Literal["jail"] = "jail"
     memory_mib: PositiveInt = 512
-    """Address-space limit of each process in the jail, in MiB."""
+    """Memory of all processes of a command together, and address space of each one of them, in MiB."""
     max_processes: PositiveInt = 64
     """Processes in one jail."""
+    cpu_s: PositiveFloat = 1800.0
+    """CPU seconds of one process; it is killed then."""
     file_size_mib: PositiveInt = 64
     """Largest file that a process may write, in MiB."""
     workspace_mib: PositiveInt = 256
-    """Size of the workspace and /tmp of a sandbox together, in MiB; both are in memory."""
+    """Size of workspace, /tmp and /dev/shm of a sandbox together, in MiB; all are in memory, beside memory_mib."""
+    max_files: PositiveInt = 50_000
+    """Files and folders in workspace, /tmp and /dev/shm of a sandbox together."""
     reuse_servers: Flag = True
     """Whether a server whose sandbox was closed and emptied serves the next one; false starts a server for each."""
+    allow_weaker: Flag = False
+    """Whether to run where a host cannot enforce one of the limits; `gagar doctor` names them."""
     start_timeout_s: PositiveFloat = 60.0
     """A sandbox that is not up by then counts as lost."""
 
@@ -324,6 +330,8 @@ class DockerSandbox(Section):
     )
     """More arguments of `docker run`. The server is reached through a published port, which `--network=none` would cut
     off: give a network without a route outside (`--network=NAME`) to keep the policy off the internet."""
+    allow_weaker: Flag = False
+    """Whether to run with docker_args that bound no memory or processes, or leave a network that may lead outside."""
 
 
 class ModalSandbox(Section):

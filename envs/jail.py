@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import os
 import re
 import secrets
@@ -32,6 +33,7 @@ from swerex.runtime.remote import RemoteRuntime
 
 from configs.schema import JailSandbox
 from envs import jail_server
+from envs.jail_filter import seccomp_program
 from envs.rex import RUNTIME_FAULTS, RexSandbox, quiet_logger
 from envs.sandbox import lost
 from infra.errors import SandboxError
@@ -41,6 +43,8 @@ NOBODY = 65534
 SYSTEM_FOLDERS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
 RESET_TIMEOUT_S = 10.0
+MAX_OPEN_FILES = 512
+"""Descriptors of one process: they bound the kernel's memory behind pipes and sockets, which nothing else counts."""
 JAIL_PROCESSES = 2
 """Processes of a command's jail itself, on top of what the command may start."""
 
@@ -255,7 +259,7 @@ def _spawn(config: JailSandbox, bwrap: str, fds: tuple[int, int], token: str, er
         bwrap, "--unshare-all", "--unshare-user", "--uid", str(USER_ID), "--gid", str(USER_ID),
         "--die-with-parent", "--new-session", "--info-fd", str(info_fd),
         "--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp", *_view(host),  # in this order: a checkout may be in /tmp
-        "--size", str(config.workspace_mib * 2**20), "--tmpfs", str(jail_server.LEASES),
+        "--dir", str(jail_server.LEASES), "--cap-add", "CAP_SYS_ADMIN",  # to mount its own there; then it gives it up
         "--dir", "/workspace", "--chdir", "/tmp", "--clearenv", "--setenv", "PATH", "/usr/bin:/bin",
         "--setenv", "LANG", "C.UTF-8", "--setenv", "SWE_REX_LOG_STREAM_LEVEL", "ERROR",
         "--", sys.executable, "-I", entry,
@@ -263,6 +267,7 @@ def _spawn(config: JailSandbox, bwrap: str, fds: tuple[int, int], token: str, er
     process = subprocess.Popen(
         _as_nobody(bwrap, host) + command if os.geteuid() == 0 else command,
         stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=errors, pass_fds=fds, text=True,
+        env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"},  # bubblewrap's own processes keep what they get
     )  # fmt: skip
     settings = {
         "token": token,
@@ -270,6 +275,10 @@ def _spawn(config: JailSandbox, bwrap: str, fds: tuple[int, int], token: str, er
         "bwrap": bwrap,
         "view": _view(_command_paths()),
         "limits": _limits(config),
+        "memory_bytes": config.memory_mib * 2**20,
+        "workspace_bytes": config.workspace_mib * 2**20,
+        "max_files": config.max_files,
+        "seccomp": (seccomp_program() or b"").hex(),
         "env": _command_env(),
     }
     assert process.stdin is not None
@@ -282,12 +291,20 @@ def _spawn(config: JailSandbox, bwrap: str, fds: tuple[int, int], token: str, er
 
 
 def _limits(config: JailSandbox) -> str:
-    limits = ["-c 0", f"-v {config.memory_mib * 1024}", f"-f {config.file_size_mib * 1024}"]
-    release = tuple(int(part) for part in os.uname().release.split(".")[:2])
-    # Older kernels count a user's processes on the whole host, so the limit would hit the wrong ones.
-    if release >= (5, 14):
+    limits = ["-c 0", f"-v {config.memory_mib * 1024}", f"-f {config.file_size_mib * 1024}", f"-n {MAX_OPEN_FILES}"]
+    limits.append(f"-t {math.ceil(config.cpu_s)}")
+    if counts_processes():
         limits.append(f"-u {config.max_processes + JAIL_PROCESSES}")
     return f"ulimit {' '.join(limits)}"
+
+
+def counts_processes() -> bool:
+    """Whether the kernel counts a user's processes in each user namespace.
+
+    Older ones count them on the whole host, so the limit would hit the wrong ones.
+    """
+    release = re.match(r"(\d+)\.(\d+)", os.uname().release)
+    return release is not None and (int(release[1]), int(release[2])) >= (5, 14)
 
 
 def _command_env() -> dict[str, str]:

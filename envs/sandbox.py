@@ -68,7 +68,13 @@ class SandboxProvider(Protocol):
 
 
 def make_provider(config: SandboxConfig) -> SandboxProvider:
-    """The provider that a configuration names. Raises SandboxError where this host lacks what it needs."""
+    """The provider that a configuration names.
+
+    Raises SandboxError where this host lacks what it needs, or cannot enforce a limit and `allow_weaker` is not set.
+    """
+    from envs.limits import refuse_weaker
+
+    refuse_weaker(config)
     if isinstance(config, JailSandbox):
         from envs.jail import JailProvider
 

@@ -35,7 +35,20 @@ def probe_sandbox(config: RunConfig | None) -> Finding:
             remedy="install git under /usr on this host (apt-get install git), or in the sandbox's image",
         )
     took = f"{time.monotonic() - start_s:.1f} s to start and end"
+    if missing := _unenforced(sandbox):
+        return Finding(
+            name=NAME,
+            level=Level.WARN,
+            detail=f"{sandbox.type} works, with less than it should keep from a policy: {'; '.join(missing)}",
+            remedy="mend it and remove allow_weaker, or train only policies that you trust not to look for it",
+        )
     return Finding(name=NAME, level=Level.OK, detail=f"{sandbox.type} works, {output} inside, {took}")
+
+
+def _unenforced(config: SandboxConfig) -> tuple[str, ...]:
+    from envs.limits import unenforced
+
+    return unenforced(config)
 
 
 async def _git_version(config: SandboxConfig) -> tuple[int | None, str]:

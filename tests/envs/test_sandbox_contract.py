@@ -196,7 +196,14 @@ async def test_a_remote_server_that_refuses_or_is_not_there(
 
 async def test_docker_and_modal_come_from_configuration_alone() -> None:
     docker = make_provider(
-        DockerSandbox(type="docker", image="img:1", runtime="podman", docker_args=("--memory=1g",), start_timeout_s=5)
+        DockerSandbox(
+            type="docker",
+            image="img:1",
+            runtime="podman",
+            docker_args=("--memory=1g",),
+            allow_weaker=True,
+            start_timeout_s=5,
+        )
     )
     assert isinstance(docker, DockerProvider)
     deployment = docker.deployment()
@@ -212,4 +219,4 @@ async def test_docker_and_modal_come_from_configuration_alone() -> None:
 async def test_a_host_without_docker_is_a_sandbox_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SandboxError, match="docker"):
-        await make_provider(DockerSandbox(type="docker", image="img")).start()
+        await make_provider(DockerSandbox(type="docker", image="img", allow_weaker=True)).start()
