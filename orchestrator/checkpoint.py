@@ -151,7 +151,10 @@ class Checkpoints:
 
     def set_aside(self, newest: int) -> None:
         """Rename the checkpoints after step `newest`: they were refused, and are not to be counted among those that
-        are kept. The next ones that are written remove them. Raises OSError."""
+        are kept. The next ones that are written remove them. What a killed process left half written goes at once.
+        Raises OSError."""
+        for part in self._root.glob(".step-*.part"):
+            shutil.rmtree(part, ignore_errors=True)
         for path in self._steps():
             if _step(path) > newest:
                 aside = path.with_name(f"{path.name}{_ASIDE}")

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
-from infra.errors import StorageError
+from infra.errors import LearnerError, StorageError
 from infra.storage import Storage
 from learner.group import LearnerGroup
 from orchestrator.alarms import Alarm
 from orchestrator.checkpoint import Checkpoints
 from orchestrator.ledger import Ledger
+from orchestrator.ledger_store import LedgerStore
 from orchestrator.mixer import Mixer
 from orchestrator.pause import Pauses
 
@@ -106,6 +107,35 @@ async def settle(storage: Storage, *, abort_after_s: float) -> None:
         refuse_after(storage, abort_after_s)
         await asyncio.sleep(RETRY_S)
         storage.retry()
+
+
+@asynccontextmanager
+async def closing(store: LedgerStore, storage: Storage, *, abort_after_s: float) -> AsyncIterator[None]:
+    """The log of a session's ledger, closed at its end when the disk has taken all of it. A lost learner ends the
+    session, not the run; where something else did, that is the message, not a disk that takes nothing as well.
+
+    Raises:
+        StorageError: the disk took nothing for `abort_after_s`.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if _is_lost_learner(error):
+            with suppress(StorageError):
+                await settle(storage, abort_after_s=abort_after_s)
+        if storage.faults() or not _is_lost_learner(error):
+            storage.give_up()
+        with suppress(StorageError):
+            store.close()
+        raise
+    await settle(storage, abort_after_s=abort_after_s)
+    store.close()
+
+
+def _is_lost_learner(error: BaseException) -> bool:
+    if isinstance(error, BaseExceptionGroup):
+        return all(map(_is_lost_learner, error.exceptions))
+    return isinstance(error, LearnerError)
 
 
 def refuse_after(storage: Storage, abort_after_s: float) -> None:
