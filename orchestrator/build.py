@@ -204,7 +204,7 @@ def ray_session(config: RunConfig) -> Iterator[None]:
 
     local = config.ray.address is None
     size = config.ray.object_store_mib
-    with access.own_token() if local else contextlib.nullcontext():
+    with access.own_ray() if local else contextlib.nullcontext():
         ray.init(
             address=config.ray.address,
             include_dashboard=False if local else None,
