@@ -13,13 +13,19 @@ from pathlib import Path
 
 LOOPBACK = "127.0.0.1"
 _LOOPBACK_DEVICE = "lo"
-_TAKEN = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+
+_TAKEN = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER")
 
 
 @contextmanager
-def own_token() -> Iterator[None]:
-    """While the body runs, every Ray process that starts here asks for a token made for this run. It lies in a file
-    that only this user can read, and goes with the run."""
+def own_ray() -> Iterator[None]:
+    """While the body runs, every Ray that starts here is on the loopback address, and asks for a token made for this
+    run. The token lies in a file that only this user can read, and goes with the run.
+
+    Ray puts a reachable address in the place of a loopback one that `ray.init` is given, unless told, by a variable
+    named after other systems, that it is to be no cluster.
+    """
+    from ray._private import ray_constants
     from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]  # compiled
 
     before = {name: os.environ.get(name) for name in _TAKEN}
@@ -27,14 +33,23 @@ def own_token() -> Iterator[None]:
     path = folder / "token"
     path.touch(mode=0o600)
     path.write_text(secrets.token_hex(32), encoding="ascii")
-    _set({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": None, "RAY_AUTH_TOKEN_PATH": str(path)})
-    # Ray reads both once in a process: what an earlier session of it left does not count.
+    _set(
+        {
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": None,
+            "RAY_AUTH_TOKEN_PATH": str(path),
+            ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0",
+        }
+    )
+    clusters, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
+    # Ray reads these once in a process: what an earlier session of it left does not count.
     AuthenticationTokenLoader.instance().reset_cache()
     Config.initialize("")
     try:
         yield
     finally:
         _set(before)
+        ray_constants.ENABLE_RAY_CLUSTER = clusters
         with contextlib.suppress(OSError):
             shutil.rmtree(folder)
 
