@@ -22,7 +22,18 @@ from orchestrator.browse import group_lists, to_show
 from orchestrator.charts import Chart, line_chart, stacked_bars, timeline
 from orchestrator.group_view import SCORES, GroupView, group_view
 from orchestrator.progress import summary_rows
-from orchestrator.runfiles import ARCHIVE, CONFIG, EVAL, GROUPS, METRICS, SPANS, read_jsonl, read_spans, require_run
+from orchestrator.runfiles import (
+    ARCHIVE,
+    CONFIG,
+    EVAL,
+    GROUPS,
+    METRICS,
+    QUARANTINE,
+    SPANS,
+    read_jsonl,
+    read_spans,
+    require_run,
+)
 
 MAX_GROUPS = 200
 """Groups listed, the newest first; all of them are in groups.jsonl."""
@@ -60,6 +71,7 @@ def write_report(run_dir: Path) -> Path:
         timelines=[c for c in (bounds(metrics), occupancy(run_dir, metrics)) if c is not None],
         evals=evals,
         scalars=first_and_last(metrics),
+        quarantine=read_jsonl(run_dir / QUARANTINE),
         lists=lists,
         anchors={record["group_id"]: view.anchor for record, view in zip(chosen, views, strict=False)},
         views=views,

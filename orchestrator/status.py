@@ -19,7 +19,7 @@ from infra.errors import StorageError
 from infra.scrub import scrubbed
 from orchestrator.bottleneck import verdict
 from orchestrator.progress import ProgressSnapshot, clock_text
-from orchestrator.runfiles import METRICS, STATUS, read_jsonl, require_run
+from orchestrator.runfiles import METRICS, QUARANTINE, STATUS, read_jsonl, require_run
 
 State = Literal["running", "finished", "failed"]
 
@@ -35,6 +35,9 @@ SHOWN = (
     "time/step_s",
 )
 """Metrics of the last step that are worth a glance."""
+
+LISTED = 5
+"""Tasks in quarantine that are named, the last ones."""
 
 RECENT_STEPS = 5
 """Steps whose bottleneck is told."""
@@ -152,6 +155,9 @@ def _table(run_dir: Path, status: Mapping[str, Any], state: str, now: float) -> 
         row("paused", f"{reason}: {message}")
     if alarms := snapshot.get("alarms"):
         row("alarms", ", ".join(alarms))
+    if out := read_jsonl(run_dir / QUARANTINE):
+        named = ", ".join(f"{one['task_id']} ({one['class']})" for one in out[-LISTED:])
+        row("quarantine", f"{len(out)} tasks, see {QUARANTINE}: {'..., ' if len(out) > LISTED else ''}{named}")
     if state == "running":
         pools = (f"{name} {p['busy']}/{p['slots']} busy" for name, p in snapshot["pools"].items())
         row("pools", ", ".join(pools))
