@@ -137,7 +137,7 @@ class _Training:
         """Learners that were started again, so far."""
         self._evals = JsonlFile(run_dir / EVAL, sync=True)
         self._groups = JsonlFile(run_dir / GROUPS, sync=True)
-        self._quarantine = JsonlFile(run_dir / QUARANTINE, sync=True)
+        self._quarantine = JsonlFile(run_dir / QUARANTINE, sync=True, storage=storage)
         self._checkpoints = Checkpoints(run_dir, keep=config.checkpoint.keep)
         self._reached = 0
         """Optimiser steps done."""
