@@ -209,7 +209,8 @@ class Scheduler:
         unblocked by a rollout or group that ends, by a step, or by a pool that grows."""
         await self._bring_back()
         while True:
-            await self.pauses.wait(but=MASKED)
+            with self.waits.on("admission", "the end of a pause", self._why):
+                await self.pauses.wait(but=MASKED)
             self._room.clear()
             source = self._dispatcher.next_source(
                 Moment(
@@ -395,7 +396,8 @@ class Scheduler:
         limits = self.config.scheduler
         wait_staleness = limits.staleness if limits.stale == "wait" else None
         while True:
-            await self.pauses.wait()
+            with self.waits.on("training", "the end of a pause", self._why):
+                await self.pauses.wait()
             self._supplied.clear()
             batch = None
             if limits.overlap or self.ledger.count(Stage.ROLLING) + self.ledger.count(Stage.GRADING) == 0:
@@ -432,6 +434,9 @@ class Scheduler:
                     f"nothing moved for {still_s:.0f} s (scheduler.abort_after_s); look at the stall messages above; "
                     "the last checkpoint is intact, the same command with --resume goes on from it"
                 )
+
+    def _why(self) -> str:
+        return "; ".join(f"{reason}: {message}" for reason, message in self.pauses.reasons().items())
 
     def _bounds(self) -> str:
         limit = self.config.scheduler.max_inflight_groups
