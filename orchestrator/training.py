@@ -23,6 +23,7 @@ from infra import scrub
 from infra.errors import GagarError, LearnerError, StorageError
 from infra.pool import ActorPool
 from infra.sinks import JsonlFile
+from infra.storage import Storage
 from infra.telemetry import Telemetry
 from infra.watchdog import Watchdog
 from orchestrator import control
@@ -60,6 +61,7 @@ from orchestrator.runfiles import (
     read_jsonl,
     require_run,
 )
+from orchestrator.saving import closing, settle
 from orchestrator.scaling import Elastic, Full, Scaling
 from orchestrator.standstill import make_watchdog, pool_reports
 from orchestrator.status import run_state
@@ -76,7 +78,9 @@ def run_training(config: RunConfig, *, config_file: Path, resume: bool) -> int:
     progress = Progress(config.steps, config.telemetry.progress_every_s)
     checkpoint = _open_run(run_dir, config, resume=resume, say=progress.event)
     progress.event(f"run {run_dir} ({config_file})" + (f", resumed at step {checkpoint.step}" if checkpoint else ""))
-    telemetry = Telemetry(run_dir, wandb=config.telemetry.wandb, config=config.model_dump(mode="json"))
+    storage = Storage()
+    described = config.model_dump(mode="json")
+    telemetry = Telemetry(run_dir, wandb=config.telemetry.wandb, config=described, storage=storage)
     observer = RunObserver(config, run_dir, telemetry, progress)
     observer.state("running")
     watchdog = make_watchdog(
@@ -88,7 +92,7 @@ def run_training(config: RunConfig, *, config_file: Path, resume: bool) -> int:
     watchdog.headline = lambda still_s: stall_message(observer.shown, still_s)
     observer.still = watchdog.still
     watchdog.start()
-    training = _Training(config, run_dir, telemetry, progress, observer, watchdog)
+    training = _Training(config, run_dir, telemetry, storage, progress, observer, watchdog)
     try:
         with ray_session(config):
             run_loop(watchdog.attended(training.run(checkpoint)))
@@ -121,6 +125,7 @@ class _Training:
         config: RunConfig,
         run_dir: Path,
         telemetry: Telemetry,
+        storage: Storage,
         progress: Progress,
         observer: RunObserver,
         watchdog: Watchdog,
@@ -128,6 +133,7 @@ class _Training:
         self.config = config
         self.run_dir = run_dir
         self.telemetry = telemetry
+        self.storage = storage
         self.progress = progress
         self.observer = observer
         self.watchdog = watchdog
@@ -135,10 +141,10 @@ class _Training:
         """What took how long, outside the steps."""
         self.lost_learners = 0
         """Learners that were started again, so far."""
-        self._evals = JsonlFile(run_dir / EVAL, sync=True)
-        self._groups = JsonlFile(run_dir / GROUPS, sync=True)
+        self._evals = JsonlFile(run_dir / EVAL, sync=True, storage=storage)
+        self._groups = JsonlFile(run_dir / GROUPS, sync=True, storage=storage)
         self._quarantine = JsonlFile(run_dir / QUARANTINE, sync=True, storage=storage)
-        self._checkpoints = Checkpoints(run_dir, keep=config.checkpoint.keep)
+        self._checkpoints = Checkpoints(run_dir, keep=config.checkpoint.keep, storage=storage)
         self._reached = 0
         """Optimiser steps done."""
 
@@ -146,7 +152,7 @@ class _Training:
         """Start everything, train to the last step, and end everything."""
         config, waits = self.config, self.watchdog.waits
         start_s = time.monotonic()
-        canaries = make_canaries(config, self.run_dir)
+        canaries = make_canaries(config, self.run_dir, self.storage)
         control.clear(self.run_dir)
         # Everything starts at once; the first evaluation needs only the engines and the rollout workers, and runs while
         # the learner and the grader load.
@@ -179,6 +185,7 @@ class _Training:
             await self._sessions(parts, checkpoint)
             if config.eval is not None and config.eval.after:
                 await self._measure("after", self._reached, rollout)
+            await settle(self.storage, abort_after_s=config.scheduler.abort_after_s)
 
     async def _measure(self, label: str, step: int, rollout: ActorPool) -> None:
         assert self.config.eval is not None
@@ -194,7 +201,7 @@ class _Training:
     async def _sessions(self, parts: Parts, checkpoint: Checkpoint | None) -> None:
         """Train to the last step; a lost learner starts again from the last checkpoint."""
         kept = self.config.telemetry.archive == "graded" and parts.grader is not None
-        archive = GroupArchive(self.run_dir / ARCHIVE) if kept else None
+        archive = GroupArchive(self.run_dir / ARCHIVE, storage=self.storage) if kept else None
         fresh = log_sizes(self.run_dir)
         in_a_row = 0
         with archive or contextlib.nullcontext():
@@ -211,7 +218,8 @@ class _Training:
                     if in_a_row > self.config.supervision.learner_restarts:
                         raise lost from group
                 self.lost_learners += 1
-                checkpoint = self._checkpoints.latest()
+                checkpoint = await asyncio.to_thread(self._checkpoints.latest, say=self.progress.event)
+                self._checkpoints.set_aside(checkpoint.step if checkpoint else 0)
                 cut_logs(self.run_dir, checkpoint.state["logs"] if checkpoint else fresh)
                 self.telemetry.anchor()
                 where = checkpoint.path.name if checkpoint else "the start model"
@@ -235,8 +243,10 @@ class _Training:
     async def _session(self, parts: Parts, checkpoint: Checkpoint | None, archive: GroupArchive | None) -> None:
         config = self.config
         mixer = Mixer.of(config.sources, config.scheduler, group_size=config.algorithm.group_size)
-        with contextlib.closing(LedgerStore(self.run_dir / LEDGER, self.run_dir / ROLLOUTS)) as store:
-            left = store.load(mark=(checkpoint.state.get("ledger") or 0) if checkpoint else 0)
+        store = LedgerStore(self.run_dir / LEDGER, self.run_dir / ROLLOUTS, storage=self.storage)
+        async with closing(store, self.storage, abort_after_s=config.scheduler.abort_after_s):
+            mark = (checkpoint.state.get("ledger") or 0) if checkpoint else 0
+            left = store.load(mark, oldest=self._checkpoints.oldest_mark())
             mixer.restore(checkpoint.state["mixer"] if checkpoint else {}, indices(left))
             if left:
                 finished = sum(len(k.rollouts) for k in left)
@@ -265,6 +275,7 @@ class _Training:
                     past=read_jsonl(self.run_dir / QUARANTINE),
                 ),
                 waits=self.watchdog.waits,
+                storage=self.storage,
             )
             async with self._scaling(scheduler):
                 try:
@@ -336,11 +347,13 @@ def _open_run(run_dir: Path, config: RunConfig, *, resume: bool, say: Callable[[
         if resume:
             require_run(run_dir)
             _refuse_running(run_dir)
-            checkpoint = Checkpoints(run_dir, keep=config.checkpoint.keep).latest()
+            checkpoints = Checkpoints(run_dir, keep=config.checkpoint.keep)
+            checkpoint = checkpoints.latest(say=say)
             if checkpoint and checkpoint.step >= config.steps and not _evaluation_missing(run_dir, config):
                 raise GagarError(
                     f"{run_dir}: already at step {checkpoint.step} of {config.steps}; raise `steps` to train on"
                 )
+            checkpoints.set_aside(checkpoint.step if checkpoint else 0)
             cut_logs(run_dir, checkpoint.state["logs"] if checkpoint else {})
         else:
             checkpoint = None
