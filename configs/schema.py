@@ -749,6 +749,9 @@ class SupervisionConfig(Section):
     learner_restarts: NonNegativeInt = 3
     """Times in a row, without a finished step between, that a lost learner is started again from the last checkpoint
     while engines and workers stay; then the run ends."""
+    driver_restarts: NonNegativeInt = 0
+    """Times in a row, without a new checkpoint between, that a driver that died, hangs or failed is started again with
+    --resume by a small process beside it; 0: none, as where Kubernetes or Slurm does that."""
 
 
 class CheckpointConfig(Section):

@@ -37,7 +37,6 @@ T = TypeVar("T")
 _ALIVE = "alive"
 _PING_S = 10.0
 """How often a rank is asked, during an operation, whether it lives."""
-_RESUME = "the last checkpoint is intact: run the same command with --resume"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -279,7 +278,7 @@ class LearnerGroup:
                 raise
             raise LearnerError(
                 f"the learner's {doing} took longer than supervision.learner_timeout_s = {limit_s:g} s; ranks may wait "
-                f"for each other (raise it if the work is that long); {_RESUME}"
+                "for each other (raise it if the work is that long)"
             ) from None
         finally:
             for task in (main, *pings):
@@ -300,7 +299,7 @@ class LearnerGroup:
                 except TimeoutError:
                     raise LearnerError(
                         f"learner rank {rank} of {self.config.world_size} gave no sign of life for {silent_s:g} s in "
-                        f"{doing}; {_RESUME}"
+                        f"{doing}"
                     ) from None
         while True:
             await asyncio.Event().wait()
@@ -322,13 +321,13 @@ class LearnerGroup:
             cause = error.cause
             if isinstance(cause, GagarError):
                 return LearnerError(f"{name}: {cause.message}")
-            return LearnerError(f"{name} failed in {doing} ({type(cause).__name__}: {cause}); {_RESUME}")
+            return LearnerError(f"{name} failed in {doing} ({type(cause).__name__}: {cause})")
         if isinstance(error, ActorDiedError):
             return LearnerError(
                 f"{name} died in {doing}; look for a kill for memory in its node's log (fewer "
-                f"learner.max_tokens_per_microbatch need less), then {_RESUME}"
+                "learner.max_tokens_per_microbatch need less)"
             )
-        return LearnerError(f"{name} was lost in {doing} ({error}); {_RESUME}")
+        return LearnerError(f"{name} was lost in {doing} ({error})")
 
     def _reserve(self) -> Together | None:
         """All ranks or none: a placement group where there is more than one rank and they ask for anything."""

@@ -78,6 +78,18 @@ def train(
         typer.echo(yaml.safe_dump(resolved(loaded), sort_keys=False))
         typer.echo(render(make_plan(loaded, resume=resume)))
         return
+    from orchestrator import supervise
+
+    if loaded.supervision.driver_restarts and not supervise.supervised():
+        raise typer.Exit(
+            supervise.supervise(
+                supervise.command_of(config, overrides or [], arm or [], name, resume),
+                Path(loaded.output) / loaded.name,
+                restarts=loaded.supervision.driver_restarts,
+                silent_after_s=loaded.supervision.silent_after_s,
+                say=lambda text: typer.echo(f"gagar: {text}", err=True),
+            )
+        )
     from orchestrator.training import run_training
 
     try:

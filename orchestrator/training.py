@@ -26,7 +26,7 @@ from infra.sinks import JsonlFile
 from infra.storage import Storage
 from infra.telemetry import Telemetry
 from infra.watchdog import Watchdog
-from orchestrator import control
+from orchestrator import control, supervise
 from orchestrator.admission import Admission
 from orchestrator.archive import GroupArchive
 from orchestrator.build import (
@@ -73,6 +73,7 @@ def run_training(config: RunConfig, *, config_file: Path, resume: bool) -> int:
     Raises:
         GagarError: with one message for the user; what the run had completed stays on disk.
     """
+    supervise.beat()
     scrub.install(scrub.key_variables(config))
     run_dir = Path(config.output) / config.name
     progress = Progress(config.steps, config.telemetry.progress_every_s)
@@ -115,6 +116,9 @@ def _report(run_dir: Path, progress: Progress) -> None:
         progress.event(f"report: {write_report(run_dir)}")
     except (GagarError, OSError) as e:
         progress.event(f"no report: {e}")
+
+
+RESUME = "the last checkpoint is intact: mend that, and run the same command with --resume"
 
 
 class _Training:
@@ -216,7 +220,7 @@ class _Training:
                     lost = _first(group)
                     in_a_row = 1 if self._reached > began else in_a_row + 1
                     if in_a_row > self.config.supervision.learner_restarts:
-                        raise lost from group
+                        raise LearnerError(f"{lost.message}; {RESUME}") from group
                 self.lost_learners += 1
                 checkpoint = await asyncio.to_thread(self._checkpoints.latest, say=self.progress.event)
                 self._checkpoints.set_aside(checkpoint.step if checkpoint else 0)

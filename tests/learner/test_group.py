@@ -563,7 +563,7 @@ def test_a_dead_rank_is_a_learner_error(ray_session: None, start_model: str) -> 
     group.start()
     asyncio.run(group.ready())
     assert group.start_s is not None
-    with pytest.raises(LearnerError, match=r"learner rank 0 of 1 died in die.*--resume"):
+    with pytest.raises(LearnerError, match=r"learner rank 0 of 1 died in die; look for a kill for memory"):
         asyncio.run(group.on_ranks(die))
     group.shutdown()
     group.shutdown()
