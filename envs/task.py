@@ -28,12 +28,16 @@ class HiddenTests:
     """Run hidden tests against the extracted patch in a fresh sandbox (M1.2)."""
 
     files: Mapping[str, str]
-    """Path -> content, written over the patched tree (they replace whatever the patch put there)."""
+    """Path -> content. With `modules` alone in the memory of the process that runs them; else written over the patched
+    tree, in the place of whatever the patch put there."""
     command: str
-    """Shell command, run in the repository root; exit code 0 means pass."""
+    """Shell command, run in the repository root; without `modules`, exit code 0 means pass. Tested code that runs in
+    the same process can forge that."""
     modules: tuple[str, ...] = ()
     """unittest modules (dotted, from the repository root) that `command` runs, visible and hidden. With them the
-    verifier does not trust the exit code, which tested code can forge: its own runner reports what really ran."""
+    verifier's own runner runs them in a process that tested code never enters (`envs.unittest_runner`). They may call
+    what they import from the repository with plain data and with what it returned, but cannot pass it functions of
+    theirs, derive from its classes or patch it."""
     timeout_s: float = 60.0
 
 

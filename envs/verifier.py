@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import json
-import posixpath
 import secrets
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from hashlib import blake2b
 from pathlib import Path
 
-from envs import workspace
+from envs import remote_calls, unittest_runner, workspace
+from envs.protected import is_test_file, root, tampered
 from envs.sandbox import CommandResult, Sandbox, SandboxProvider
 from envs.shell import batch, file_commands, parse_read, read_command, unpack_commands
 from envs.task import ExactAnswer, FinalState, HiddenTests, Task
@@ -21,7 +23,14 @@ LOG_CHARS = 4000
 
 _PATCH_PATH = "/tmp/.patch"
 _INFRA, _NO_PATCH, _NO_TESTS = 90, 91, 92
-"""Exit codes of the steps before the tests: only the first says that the sandbox, not the patch, is at fault."""
+"""Exit codes of the steps before the tests: only the first says that the sandbox, not the patch, is at fault. Nothing
+that can end with it comes after the patch: a patch that fills the disk, say, is the policy's own doing (M1.3)."""
+# Nobody's program runs here: the repository's settings are ours, and a patch cannot reach them. Compiled files that a
+# patch smuggled in would run instead of the source beside them.
+_CHANGES = """
+find . -name __pycache__ -prune -exec rm -rf {} + &&
+printf '\\n=%s\\n' "$(git status --porcelain -z --no-renames --untracked-files=all --ignored=traditional | base64 -w0)"
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,14 +42,17 @@ class Verification:
     """1 for a pass, 0 for a failure."""
     log: str
     """What was run and printed, middle cut; for the grader and for people."""
+    tampered: tuple[str, ...] = ()
+    """Files that decide how the code is tested and that the patch changed; they were put back before the tests ran."""
 
 
 async def verify_patch(task: Task, patch: str, provider: SandboxProvider) -> Verification:
     """Apply a patch to the task's base in a fresh sandbox and run the hidden tests over it (M1.2).
 
-    A patch that does not apply fails, and so do tests that run out of time. The hidden files and the task's own test
-    files are written after the patch, so editing tests changes nothing. Raises VerifierError if the sandbox was not to
-    be had, or was lost.
+    A patch that does not apply fails, and so do tests that run out of time. What decides how the code is tested is put
+    back after the patch (`envs.protected`), so editing tests changes nothing. With `modules`, tested code neither sees
+    the hidden tests nor runs in the process that judges; with `command` alone it can end that command as it likes.
+    Raises VerifierError if the sandbox was not to be had, or was lost.
     """
     tests = task.verifier
     if not isinstance(tests, HiddenTests):
@@ -103,51 +115,101 @@ def _describe(got: bytes | str | None) -> str:
 
 
 async def _judge(sandbox: Sandbox, task: Task, tests: HiddenTests, patch: str) -> Verification:
-    key, key_path = secrets.token_hex(16), f"/tmp/.{secrets.token_hex(8)}"
-    runner_path = f"{key_path}.py"
+    key, folder = secrets.token_hex(32), f"/tmp/.{secrets.token_hex(8)}"
     steps: list[tuple[str, int]] = []
+    if tests.modules:
+        steps += [(command, _INFRA) for command in _runner(task, tests, key, folder)]
     if patch.strip():
         writes = file_commands(_PATCH_PATH, patch.encode("utf-8", errors="surrogateescape"))
         steps += [(command, _INFRA) for command in writes]
         steps.append((f"git apply --whitespace=nowarn {_PATCH_PATH}", _NO_PATCH))
+    steps.append((_CHANGES, _NO_TESTS))
+    result, failure = await _run_steps(sandbox, steps)
+    if failure is not None:
+        return failure
+    changed = _changed(result.output)
+    touched = tampered(task, tests, changed)
+    # What the patch put there goes first: it may be a folder, or a link, in the place of a file.
+    restored = {path: task.files[path] for path in changed if path in touched and path in task.files}
+    steps = [(f"rm -rf -- {' '.join(_quoted(path) for path in part)}", _NO_TESTS) for part in _parts(touched)]
+    written = restored if tests.modules else {**restored, **tests.files}
+    steps += [(command, _NO_TESTS) for command in unpack_commands(written)]
+    _, failure = await _run_steps(sandbox, steps)
+    if failure is not None:
+        return _mark(failure, touched)
+    if not tests.modules:
+        result = await sandbox.run(tests.command, timeout_s=tests.timeout_s)
+        return _mark(_verdict(result.exit_code == 0, _transcript(tests, result, result.output)), touched)
+    result = await sandbox.run(f"python3 -I -S -B {folder} {folder}.json", timeout_s=tests.timeout_s)
+    return _mark(_read_report(tests, result, bytes.fromhex(key)), touched)
+
+
+def _runner(task: Task, tests: HiddenTests, key: str, folder: str) -> list[str]:
+    """Commands that place the runner, and the tests in a file that it deletes once it has read it."""
     visible = {path: content for path, content in task.files.items() if is_test_file(path)}
-    steps += [(command, _NO_TESTS) for command in unpack_commands({**visible, **tests.files})]
-    # Compiled files that a patch smuggled in would run instead of the source beside them.
-    steps.append(("find . -name __pycache__ -prune -exec rm -rf {} +", _NO_TESTS))
-    if tests.modules:
-        runner = Path(__file__).with_name("unittest_runner.py").read_bytes()
-        placed = [*file_commands(key_path, key.encode()), *file_commands(runner_path, runner)]
-        steps += [(command, _INFRA) for command in placed]
+    bundle = {
+        "key": key,
+        "modules": tests.modules,
+        "sources": {path: content for path, content in {**visible, **tests.files}.items() if path.endswith(".py")},
+        "roots": sorted({root(path) for path in task.files}),
+    }
+    return [
+        f"mkdir -p {folder}/envs",
+        *file_commands(f"{folder}/__main__.py", Path(unittest_runner.__file__).read_bytes()),
+        *file_commands(f"{folder}/envs/remote_calls.py", Path(remote_calls.__file__).read_bytes()),
+        *file_commands(f"{folder}.json", json.dumps(bundle).encode()),
+    ]
+
+
+async def _run_steps(sandbox: Sandbox, steps: list[tuple[str, int]]) -> tuple[CommandResult, Verification | None]:
+    """The last result, and the verdict where a step failed that the patch answers for."""
+    result = CommandResult(output="", exit_code=0, timed_out=False, duration_s=0.0)
     for script in batch(steps):
         result = await sandbox.run(script, timeout_s=SETUP_TIMEOUT_S)
         if result.exit_code == _INFRA:
             raise SandboxError(f"the sandbox did not take the tests: {result.output[-500:]}")
         if result.exit_code != 0:
-            what = "the patch does not apply" if result.exit_code == _NO_PATCH else "the tests cannot replace its files"
-            return _verdict(False, f"{what}:\n{result.output}")
-    if not tests.modules:
-        result = await sandbox.run(tests.command, timeout_s=tests.timeout_s)
-        return _verdict(result.exit_code == 0, _transcript(tests, result, result.output))
-    command = shlex.join(["python3", "-I", "-B", runner_path, key_path, *tests.modules])
-    return _read_report(tests, await sandbox.run(command, timeout_s=tests.timeout_s), key)
+            what = "the patch does not apply" if result.exit_code == _NO_PATCH else "the tests cannot be put in place"
+            return result, _verdict(False, f"{what}:\n{result.output}")
+    return result, None
 
 
-def is_test_file(path: str) -> bool:
-    """Whether a file is part of the tests by the usual names: test_*.py, *_test.py, conftest.py, tests/*."""
-    folders, name = path.split("/")[:-1], posixpath.basename(path)
-    return name == "conftest.py" or name.startswith("test_") or name.endswith("_test.py") or "tests" in folders
+def _changed(output: str) -> list[str]:
+    """Paths that differ from the base, new ones included, as `_CHANGES` prints them."""
+    listing = base64.b64decode(output.rpartition("\n=")[2]).decode("utf-8", errors="surrogateescape")
+    return [entry[3:].rstrip("/") for entry in listing.split("\0") if entry]
 
 
-def _read_report(tests: HiddenTests, result: CommandResult, key: str) -> Verification:
-    body, found, rest = result.output.rpartition(f"\n{key} ")
-    try:
-        report = json.loads(rest.partition("\n")[0]) if found else None
-    except ValueError:
-        report = None
-    if not isinstance(report, dict):
-        return _verdict(False, _transcript(tests, result, f"{body if found else result.output}\nno test report"))
+def _quoted(path: str) -> str:
+    """A path as a word of bash in ASCII: a name may hold any bytes, and a command only text."""
+    if path.isascii():
+        return shlex.quote(f"./{path}")
+    data = path.encode("utf-8", errors="surrogateescape")
+    return "./$'" + "".join(f"\\x{byte:02x}" for byte in data) + "'"
+
+
+def _parts(paths: tuple[str, ...], size: int = 100) -> list[tuple[str, ...]]:
+    return [paths[at : at + size] for at in range(0, len(paths), size)]
+
+
+def _mark(verdict: Verification, touched: tuple[str, ...]) -> Verification:
+    if not touched:
+        return verdict
+    named = f"{', '.join(touched[:20])}{f' and {len(touched) - 20} more' if len(touched) > 20 else ''}"
+    log = f"[the patch changed what decides how it is tested; put back before the tests ran: {named}]\n{verdict.log}"
+    return replace(verdict, log=log, tampered=touched)
+
+
+def _read_report(tests: HiddenTests, result: CommandResult, key: bytes) -> Verification:
+    body, _, line = result.output.rstrip("\n").rpartition("\n")
+    code, _, text = line.partition(" ")
+    if not secrets.compare_digest(code.encode(), blake2b(text.encode(), key=key).hexdigest().encode()):
+        return _verdict(False, _transcript(tests, result, f"{result.output}\nno test report"))
+    report = json.loads(text)
+    if "cannot" in report:
+        raise SandboxError(f"tests cannot be kept apart from tested code there: {report['cannot']}")
     counts = f"{report['passed']} of {report['run']} tests passed, {report['skipped']} skipped"
-    passed = 0 < report["passed"] == report["run"] and not report["bad"] and not report["changed"]
+    passed = 0 < report["passed"] == report["run"] and not report["bad"]
     return _verdict(passed, _transcript(tests, result, f"{body}\n{counts}"))
 
 
