@@ -20,6 +20,8 @@ from infra.errors import SandboxError, VerifierError
 SETUP_TIMEOUT_S = 60.0
 LOG_CHARS = 4000
 """A log keeps this many characters: half from its head, half from its tail."""
+MAX_NAMED = 20
+NAME_CHARS = 200
 
 _PATCH_PATH = "/tmp/.patch"
 _INFRA, _NO_PATCH, _NO_TESTS = 90, 91, 92
@@ -43,7 +45,8 @@ class Verification:
     log: str
     """What was run and printed, middle cut; for the grader and for people."""
     tampered: tuple[str, ...] = ()
-    """Files that decide how the code is tested and that the patch changed; they were put back before the tests ran."""
+    """Files that decide how the code is tested and that the patch changed, at most MAX_NAMED of them; they were put back
+    before the tests ran."""
 
 
 async def verify_patch(task: Task, patch: str, provider: SandboxProvider) -> Verification:
@@ -195,9 +198,12 @@ def _parts(paths: tuple[str, ...], size: int = 100) -> list[tuple[str, ...]]:
 def _mark(verdict: Verification, touched: tuple[str, ...]) -> Verification:
     if not touched:
         return verdict
-    named = f"{', '.join(touched[:20])}{f' and {len(touched) - 20} more' if len(touched) > 20 else ''}"
-    log = f"[the patch changed what decides how it is tested; put back before the tests ran: {named}]\n{verdict.log}"
-    return replace(verdict, log=log, tampered=touched)
+    # Names are the policy's, too.
+    shown = [path.encode("utf-8", errors="surrogateescape").decode(errors="backslashreplace") for path in touched]
+    named = tuple(repr(path)[1:-1][:NAME_CHARS] for path in shown[:MAX_NAMED])
+    more = f" and {len(touched) - len(named)} more" if len(touched) > len(named) else ""
+    what = "[the patch changed what decides how it is tested; put back before the tests ran:"
+    return replace(verdict, log=f"{what} {', '.join(named)}{more}]\n{verdict.log}", tampered=named)
 
 
 def _read_report(tests: HiddenTests, result: CommandResult, key: bytes) -> Verification:

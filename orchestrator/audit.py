@@ -77,4 +77,5 @@ def _trajectory(member: Member, row: Row | None) -> dict[str, Any]:
         "wall_s": round(t.wall_s, 4),
         "worker": t.worker,
         "error": t.error,
+        "tampered": list(t.tampered),
     }

@@ -290,6 +290,7 @@ async def run_episode(
         verify_s=episode.verify_s,
         wall_s=time.monotonic() - start_s,
         error=error,
+        tampered=verdict.tampered if verdict else (),
     )
     transcript = Transcript(
         trajectory_id=trajectory_id,
