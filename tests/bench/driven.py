@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -181,8 +181,9 @@ class Driven:
         with suppress(ProcessLookupError):
             os.kill(self.process.pid, number)
 
-    def gone(self, timeout_s: float, agents_s: float = 0.0) -> Gone:
-        """Waits for the driver and for all that it started. Ray's node agents get `agents_s` more.
+    def gone(self, timeout_s: float, agents_s: float = 0.0, keep: Collection[str] = ()) -> Gone:
+        """Waits for the driver and for all that it started. Ray's node agents get `agents_s` more; roles in `keep` are
+        not the run's.
 
         What is there after that is killed: it would disturb what comes next.
         """
@@ -190,7 +191,7 @@ class Driven:
 
         def living() -> list[Process]:
             self.process.poll()
-            return [p for p in descendants() if p.role != LINGERS]
+            return [p for p in descendants() if p.role != LINGERS and p.role not in keep]
 
         wait_for(lambda: not living(), timeout_s)
         left = living()
@@ -200,7 +201,7 @@ class Driven:
             wait_for(lambda: not descendants(), agents_s)
             left = descendants()
             agents = time.monotonic() - begin_s
-        end_all(descendants())
+        end_all(left if keep else descendants())
         self._out.close()
         return Gone(took_s=took_s, agents_s=agents, left=left)
 
@@ -221,18 +222,16 @@ class Driven:
 
 def end_all(processes: Iterable[Process]) -> None:
     """Kills these very processes, and waits until none of them is there."""
-    pids = list(processes)
-    for _ in range(5):
-        for process in pids:
-            with suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGKILL)
-        if wait_for(lambda: not descendants(), 5.0):
-            return
-        pids = descendants()
+    those = {(p.pid, p.start) for p in processes}
+    for pid, _ in those:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: not those & {(p.pid, p.start) for p in descendants()}, 10.0)
 
 
 def kind(name: str) -> str:
     """`gagar-jail-ucga5h2d` -> `gagar-jail`, `vllm_dist_0027...` -> `vllm_dist`."""
+    name = re.sub(r"^tmp[a-z0-9_]{8}", "tmp", name)
     return re.sub(r"[-_.]?[A-Za-z0-9]*[0-9][A-Za-z0-9_]*$|[-_][a-z0-9_]{8}$", "", name) or name
 
 
@@ -246,6 +245,13 @@ def _is_open(path: Path) -> bool:
                 if any(os.readlink(fd) == str(path) for fd in (entry / "fd").iterdir()):
                     return True
     return False
+
+
+def lines(path: Path) -> int:
+    """Whole lines of a file; 0 if there is none."""
+    with suppress(OSError):
+        return path.read_bytes().count(b"\n")
+    return 0
 
 
 def train(config: Path, *overrides: str, resume: bool = False) -> list[str]:

@@ -114,7 +114,7 @@ def _cycle(
     resume = _started(run_dir)
     command = driven.train(args.config, *overrides, f"steps={STEPS}", resume=resume)
     run = Driven(command, console=out / "console" / f"{number:03d}.txt")
-    steps = _steps(run_dir)
+    steps = driven.lines(run_dir / "metrics.jsonl")
     hit, first_step_s = _until(kind, run, run_dir, steps, draw, args.window)
     crashed = run.ended
     alive = driven.by_role(driven.descendants())
@@ -177,21 +177,21 @@ def _until(
     def come() -> bool:
         match kind:
             case "step":
-                return _steps(run_dir) - steps >= wanted
+                return driven.lines(run_dir / "metrics.jsonl") - steps >= wanted
             case "part":  # not that of an earlier kill
                 return any(_changed(path) not in (0, stale.get(path)) for path in _parts(run_dir))
             case "restore":
-                return "groups come back" in run.text() or _steps(run_dir) > steps
+                return "groups come back" in run.text() or driven.lines(run_dir / "metrics.jsonl") > steps
         return run.age_s >= at_s
 
     while not come():
-        if first_step_s is None and _steps(run_dir) > steps:
+        if first_step_s is None and driven.lines(run_dir / "metrics.jsonl") > steps:
             first_step_s = round(run.age_s, 1)
         if run.ended or run.age_s > TRIGGER_S:
             return False, first_step_s
         time.sleep(0.005 if kind == "part" else 0.02)
     time.sleep(after_s)
-    if first_step_s is None and _steps(run_dir) > steps:
+    if first_step_s is None and driven.lines(run_dir / "metrics.jsonl") > steps:
         first_step_s = round(run.age_s, 1)
     return True, first_step_s
 
@@ -206,14 +206,6 @@ def _changed(path: Path) -> int:
     with contextlib.suppress(OSError):
         return path.stat().st_ctime_ns
     return 0
-
-
-def _steps(run_dir: Path) -> int:
-    """Whole lines of metrics.jsonl."""
-    try:
-        return (run_dir / "metrics.jsonl").read_bytes().count(b"\n")
-    except OSError:
-        return 0
 
 
 def _size(folder: Path) -> int:

@@ -10,7 +10,6 @@ import re
 import shutil
 import sqlite3
 import tempfile
-import zipfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -24,11 +23,12 @@ from safetensors.numpy import load_file
 
 from grader.exchange import GradeReply
 from infra.errors import StorageError
-from orchestrator.checkpoint import LOGS
+from orchestrator.checkpoint import LOGS, open_checkpoint
 from rollout.spool import group_folder, kept_slots, read_rollout
 
 _REPLY = TypeAdapter(GradeReply)
 _GROUP_ID = re.compile(r"(.+)-(\d{6,})$")
+_CHECKPOINT = re.compile(r"step-\d+")
 _CLOSE = 1e-9
 
 
@@ -179,26 +179,21 @@ def _lines(path: Path, faults: list[str], *, at_rest: bool) -> list[dict[str, An
 
 
 def _checkpoints(run_dir: Path, faults: list[str]) -> tuple[int, Mapping[str, int]]:
-    """Step of the newest complete checkpoint, and the sizes of the logs at it. Every one under a final name must be
-    whole: weights that open, archives whose checksums hold."""
+    """Step of the newest complete checkpoint, and the sizes of the logs at it. Every one under a final name must be as
+    it was written, and hold weights that open."""
     newest, sizes = 0, {}
     for folder in sorted((run_dir / "checkpoints").glob("step-*")):
+        if not _CHECKPOINT.fullmatch(folder.name):
+            continue
         try:
-            state = json.loads((folder / "state.json").read_text())
-            if f"step-{state['step']:06d}" != folder.name:
-                faults.append(f"{folder.name}: its state is of step {state['step']}")
-            tensors = 0
-            for file in (folder / "policy").glob("*.safetensors"):
-                tensors += sum(values.size for values in load_file(file).values())
-            saved = list((folder / "learner").rglob("*.pt"))
-            for file in saved:
-                with zipfile.ZipFile(file) as archive:
-                    if (bad := archive.testzip()) is not None:
-                        faults.append(f"{folder.name}/{file.name}: {bad} is damaged")
-            if not tensors or not saved or not (folder / "learner" / "learner.json").is_file():
-                faults.append(f"{folder.name}: {tensors} values of the policy, {len(saved)} files of the learner")
-            newest, sizes = int(state["step"]), state["logs"]
-        except (OSError, ValueError, KeyError, zipfile.BadZipFile, SafetensorError) as e:
+            found = open_checkpoint(folder)
+            if folder.name != f"step-{found.step:06d}":
+                faults.append(f"{folder.name}: its state is of step {found.step}")
+            weights = [load_file(file) for file in found.policy.glob("*.safetensors")]
+            if not any(weights) or not any(found.learner.rglob("*.pt")):
+                faults.append(f"{folder.name}: no weights of the policy or no state of the learner")
+            newest, sizes = found.step, found.state["logs"]
+        except (StorageError, OSError, KeyError, SafetensorError) as e:
             faults.append(f"{folder.name}: not whole ({type(e).__name__}: {e})")
     return newest, sizes
 

@@ -40,7 +40,7 @@ from tests.bench.driven import Driven, Process
 NAME = "soak"
 EVERY_S = 15.0
 WARM_UP_S = 600.0
-START_S = 300.0
+START_S = 900.0
 END_S = 120.0
 """Seconds from SIGTERM until the driver must have ended by itself."""
 MIB = 2**20
@@ -71,7 +71,7 @@ def main() -> None:
     run = Driven(command, console=out / "console.txt")
     samples: list[dict[str, float]] = []
     faults: list[str] = []
-    if not driven.wait_for(lambda: run.ended or _steps(run_dir) > 0, START_S, 0.5):
+    if not driven.wait_for(lambda: run.ended or driven.lines(run_dir / "metrics.jsonl") > 0, START_S, 0.5):
         faults.append(f"no step within {START_S:g} s")
     begin_s = time.monotonic()
     with (out / "samples.jsonl").open("w") as file:
@@ -83,10 +83,11 @@ def main() -> None:
     if run.ended:
         faults.append(f"the driver ended by itself with {run.process.returncode}: {run.text()[-1500:]}")
     run.signal(signal.SIGTERM)
-    ended = driven.wait_for(lambda: run.ended, END_S)
-    if not ended:
+    stopped_s = time.monotonic()
+    if not driven.wait_for(lambda: run.ended, END_S):
         faults.append(f"the driver did not end within {END_S:g} s of SIGTERM")
         run.signal(signal.SIGKILL)
+    end_s = time.monotonic() - stopped_s
     gone = run.gone(30.0)
     if gone.left:
         faults.append(f"{len(gone.left)} processes are left: {[p.command[:80] for p in gone.left[:5]]}")
@@ -97,7 +98,8 @@ def main() -> None:
     result = {
         "minutes": args.minutes,
         "samples": len(counted),
-        "steps": _steps(run_dir),
+        "steps": driven.lines(run_dir / "metrics.jsonl"),
+        "end_s": round(end_s, 2),
         "gone_s": round(gone.took_s, 2),
         "leftovers": leftovers,
         "faults": faults,
@@ -132,7 +134,7 @@ def sample(run: Driven, run_dir: Path, now_s: float) -> dict[str, float]:
         values[f"temp/{kind}/count"] += count
         values[f"temp/{kind}/mib"] += size / MIB
     values["ledger rows/count"] = _rows(run_dir / "ledger.sqlite")
-    values["steps"] = _steps(run_dir)
+    values["steps"] = driven.lines(run_dir / "metrics.jsonl")
     return dict(values)
 
 
@@ -157,19 +159,17 @@ def _kib(pattern: str, text: str) -> float:
 
 
 def _plasma_mib(processes: Sequence[Process]) -> float:
-    """Pages of the object store that are in use: those that the raylet has touched of its shared mapping."""
-    total = 0.0
+    """Pages of the object store that have ever held something: of the file in shared memory that the raylet has open,
+    whose name is gone. Objects below 100 KiB stay in their owner's memory and are in none."""
+    files: dict[tuple[int, int], float] = {}
     for process in processes:
-        if process.role != "raylet":
-            continue
-        with suppress(OSError):
-            inside = False
-            for line in Path(f"/proc/{process.pid}/smaps").read_text().splitlines():
-                if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
-                    inside = "/dev/shm/" in line or "plasma" in line
-                elif inside and line.startswith("Rss:"):
-                    total += float(line.split()[1]) / 1024
-    return total
+        if process.role == "raylet":
+            with suppress(OSError):
+                for fd in Path(f"/proc/{process.pid}/fd").iterdir():
+                    if os.readlink(fd).startswith("/dev/shm/plasma"):
+                        found = fd.stat()
+                        files[found.st_dev, found.st_ino] = found.st_blocks * 512 / MIB
+    return sum(files.values())
 
 
 def _folders(run_dir: Path) -> dict[str, tuple[int, int]]:
@@ -198,12 +198,6 @@ def _rows(path: Path) -> float:
     with suppress(sqlite3.Error), closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=1.0)) as db:
         return float(db.execute("SELECT COUNT(*) FROM groups").fetchone()[0])
     return 0.0
-
-
-def _steps(run_dir: Path) -> int:
-    with suppress(OSError):
-        return (run_dir / "metrics.jsonl").read_bytes().count(b"\n")
-    return 0
 
 
 # ---- slopes ---------------------------------------------------------------------------------------------------------
@@ -260,7 +254,9 @@ def _show(result: Mapping[str, Any]) -> None:
             "GROWS" if row["grows"] else "",
         )
     console.print(table)
-    console.print(f"gone {result['gone_s']} s after SIGTERM; left outside the run's folder: {result['leftovers']}")
+    console.print(
+        f"ended {result['end_s']} s after SIGTERM, and all else {result['gone_s']} s later; left outside the run's folder: {result['leftovers']}"
+    )
     console.print(f"leaks: {', '.join(result['leaks']) or 'none'}; faults: {result['faults'] or 'none'}")
 
 

@@ -16,6 +16,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from orchestrator.ledger_store import LedgerStore
+from orchestrator.manifest import write_manifest
 from tests.bench import driven
 from tests.bench.record import Expected, look
 from tests.bench.soak import theil_sen
@@ -67,6 +68,7 @@ def write_step(run: Path, step: int) -> None:
     (folder / "learner" / "learner.json").write_text("{}")
     logs = {name: (run / name).stat().st_size for name in ("metrics.jsonl", "groups.jsonl")}
     (folder / "state.json").write_text(json.dumps({"step": step, "logs": logs}))
+    write_manifest(folder)
 
 
 def edited(name: str, edit: Callable[[list[dict[str, Any]]], Any]) -> Callable[[Path], None]:
@@ -111,7 +113,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "log too short": (cut("groups.jsonl", 100), "the checkpoint of step 2 covers"),
     "weights cut": (cut("checkpoints/step-000002/policy/model.safetensors", 1000), "not whole"),
     "learner damaged": (flip("checkpoints/step-000002/learner/state/model.pt"), "model.pt"),
-    "half removed": (lambda run: shutil.rmtree(run / "checkpoints/step-000001/learner"), "0 files of the learner"),
+    "half removed": (lambda run: shutil.rmtree(run / "checkpoints/step-000001/learner"), "step-000001: not whole"),
     "ledger": (cut("ledger.sqlite", 2000), "ledger.sqlite"),
 }
 

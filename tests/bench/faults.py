@@ -1,0 +1,401 @@
+"""Breaks every part of a real run in every way and phase, one after the other in one run, and measures what follows.
+
+    python -m tests.bench.faults --out FOLDER [--only PART[:FAULT[:PHASE]]]... [--limit 240] [--config FILE] [KEY=VALUE]
+
+    killed   SIGKILL
+    hung     SIGSTOP, and nobody wakes it up
+    slow     stopped four fifths of the time, for 20 s
+
+A cell is one part, fault and phase. It is ok if the part worked again within the limit (what it began after the fault
+has ended), the run then did another step, nothing that hangs is left, and a part that was only slow was not lost. After
+a cell whose driver has ended the run is resumed for the next. Where `gagar train` knows --restarts it watches over its
+driver; `driver` cells are ok only then. `node` cells are left out unless named: they need a cluster, which is then made
+on this machine, with the rollouts on a node of their own, and another node five seconds after the fault.
+
+At the end the run is stopped with SIGTERM, and its files are held against tests/bench/record.py. Sampling cannot be
+repeated bit by bit across faults (see docs/operations.md), a reward can: every graded trajectory is verified once more
+from its stored patch, in a fresh sandbox with nothing broken, and the reward must be the same. A masked trajectory must
+have none (M1.3). Results: FOLDER/faults.json and FOLDER/faults.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from configs.check import load_run
+from configs.schema import RunConfig
+from tests.bench import driven, victims
+from tests.bench.driven import Driven
+from tests.bench.record import Expected, Promise, look
+from tests.bench.victims import FAULTS, PARTS, Engines, Tail, Watch
+
+NAME = "faults"
+START_S = 900.0
+PHASE_S = 240.0
+SETTLE_S = 5.0
+NEW_NODE_S = 5.0
+CLUSTER_ROLES = ("gcs", "raylet", "ray agent", "ray worker", driven.LINGERS)
+WORK = {
+    "rollout": "rollout",
+    "policy-engine": "rollout",
+    "grader": "grade",
+    "grader-engine": "grade",
+    "node": "rollout",
+}
+"""Part -> span that only it can end; of all others the next step counts."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Cell:
+    """One fault and what came of it. Times in seconds from the fault."""
+
+    part: str
+    fault: str
+    phase: str
+    ok: bool = False
+    reason: str = ""
+    noticed_s: float | None = None
+    """Until the console said so."""
+    noticed: str = ""
+    recovered_s: float | None = None
+    """Until work that the part began after the fault had ended."""
+    step_s: float | None = None
+    """Until the next step was done."""
+    lost: int = 0
+    """Lines of trajectories that were lost and sampled again, or grades that fell back, in groups that ended since."""
+    driver_ended: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class Session:
+    """The run as the cells see it."""
+
+    args: argparse.Namespace
+    out: Path
+    overrides: list[str]
+    expected: Expected
+    run: Driven | None = None
+    engines: Engines = field(default_factory=Engines)
+    promise: Promise | None = None
+    faults: list[str] = field(default_factory=list)
+    starts: int = 0
+    supervised: bool = False
+    """Whether `gagar train` can watch over its own driver."""
+    nodes: Nodes | None = None
+
+    @property
+    def run_dir(self) -> Path:
+        return self.out / NAME
+
+    def start(self) -> str:
+        """Start or resume; returns why it does not run, or ""."""
+        resume = (self.run_dir / "config.yaml").exists()
+        more = self.nodes.overrides if self.nodes else ()
+        command = driven.train(self.args.config, *self.overrides, *more, resume=resume)
+        if self.supervised:
+            command += ["--restarts", "100"]
+        metrics = self.run_dir / "metrics.jsonl"
+        steps = driven.lines(metrics)
+        run = self.run = Driven(command, console=self.out / "console" / f"{self.starts:02d}.txt")
+        self.starts += 1
+        self.engines = Engines()
+        told = self.engines.learn(self.run_dir, run, START_S)
+        if not driven.wait_for(lambda: run.ended or driven.lines(metrics) > steps, START_S, 0.2):
+            return "no step after the start"
+        if run.ended:
+            return f"the driver ended at the start: {run.text()[-600:]}"
+        return "" if told else "the engines could not be told apart"
+
+    def stop(self, number: int) -> None:
+        """End the session and look at what it leaves."""
+        run = self.run
+        assert run is not None
+        run.signal(number)
+        if number == signal.SIGTERM and not driven.wait_for(lambda: run.ended, 120.0):
+            self.faults.append("the driver did not end within 120 s of SIGTERM")
+            run.signal(signal.SIGKILL)
+        gone = run.gone(60.0, keep=CLUSTER_ROLES if self.nodes else ())
+        if gone.left:
+            self.faults.append(f"processes are left: {[p.command[:80] for p in gone.left[:5]]}")
+        run.clean()
+        self.run = None
+        found = look(self.run_dir, self.expected, self.promise)
+        self.promise = found.promise
+        self.faults += found.faults
+
+    def place(self, part: str) -> None:
+        """A run for this part: those of a node need a cluster, all others have a Ray of their own."""
+        if (part == "node") == (self.nodes is not None):
+            return
+        if self.run is not None:
+            self.stop(signal.SIGTERM)
+        if self.nodes is not None:
+            self.nodes.shutdown()
+        self.nodes = Nodes() if part == "node" else None
+
+
+class Nodes:
+    """A cluster on this machine: a head for everything else, and one node at a time for the rollouts."""
+
+    def __init__(self) -> None:
+        from ray.cluster_utils import Cluster
+
+        self._cluster = Cluster(
+            initialize_head=True, head_node_args={"num_cpus": 2, "object_store_memory": 300 * 2**20}
+        )
+        self._node: Any = None
+        self.add()
+
+    @property
+    def overrides(self) -> Sequence[str]:
+        """Of the run that joins it."""
+        return (f"ray.address={self._cluster.address}", "rollout.resources.custom={rollouts: 1}")
+
+    @property
+    def raylet(self) -> int:
+        """Process of the node on which the rollouts live."""
+        return int(self._node.all_processes["raylet"][0].process.pid)
+
+    def add(self) -> None:
+        """One more, which takes the place of the last."""
+        self._node = self._cluster.add_node(num_cpus=2, resources={"rollouts": 1}, object_store_memory=300 * 2**20)
+
+    def shutdown(self) -> None:
+        self._cluster.shutdown()
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", action="append", metavar="PART[:FAULT[:PHASE]]", default=[])
+    parser.add_argument("--limit", type=float, default=240.0, help="seconds until a cell must be over")
+    parser.add_argument("--config", type=Path, default=driven.ROOT / "configs" / "quickstart.yaml")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
+    args = parser.parse_args()
+    cells = chosen(args.only)
+    if not cells:
+        parser.error(f"--only names no cell; parts are {', '.join(PARTS)}, faults {', '.join(FAULTS)}")
+    out = args.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    driven.adopt_orphans()
+    overrides = [
+        *(f"name={NAME}", f"output={out}", "steps=1000000", "eval=null", "checkpoint.every_steps=1"),
+        *("telemetry.wandb.mode=offline", *args.overrides),
+    ]
+    config = load_run(args.config, overrides).config
+    expected = Expected(
+        quotas={name: source.groups_per_step for name, source in config.sources.items()},
+        max_staleness=config.scheduler.staleness,
+        every_steps=1,
+    )
+    known = subprocess.run([*driven.train(args.config), "--help"], cwd=driven.ROOT, capture_output=True, text=True)
+    session = Session(
+        args=args, out=out, overrides=overrides, expected=expected, supervised="--restarts" in known.stdout
+    )
+    for cell in cells:
+        _one(session, cell)
+        print(json.dumps(asdict(cell)), flush=True)
+        _write(out, config, cells, session, None)
+    session.place("none")
+    if session.run is not None:
+        session.stop(signal.SIGTERM)
+    rewards = asyncio.run(verified_again(session.run_dir))
+    session.faults += rewards["faults"]
+    result = _write(out, config, cells, session, rewards)
+    print((out / "faults.md").read_text(), flush=True)
+    raise SystemExit(0 if result["ok"] else 1)
+
+
+def chosen(only: Sequence[str]) -> list[Cell]:
+    """The cells that are asked for; those that end the driver last, because they cost a start."""
+    wanted = [word.split(":") for word in only]
+    cells = [
+        Cell(part=part, fault=fault, phase=phase)
+        for part, phases in PARTS.items()
+        for fault in FAULTS
+        for phase in phases
+        if any(all(a == b for a, b in zip(w, (part, fault, phase), strict=False)) for w in wanted)
+        or (not wanted and part != "node")
+    ]
+    return sorted(cells, key=lambda c: (c.part == "driver", c.part == "node"))
+
+
+# ---- one cell -------------------------------------------------------------------------------------------------------
+
+
+def _one(session: Session, cell: Cell) -> None:
+    """Wait for the phase, hit, watch, and tidy up for the next."""
+    session.place(cell.part)
+    if session.run is not None and session.run.ended:
+        session.stop(signal.SIGKILL)
+    if session.run is None and (problem := session.start()):
+        cell.reason = problem
+        if session.run is not None:
+            session.stop(signal.SIGKILL)
+        return
+    run, run_dir = session.run, session.run_dir
+    assert run is not None
+    if not Watch(run_dir).until(cell.phase, run, PHASE_S):
+        cell.reason = "the driver ended before the fault" if run.ended else f"the phase did not come in {PHASE_S:g} s"
+        return
+    raylet = session.nodes.raylet if session.nodes else None
+    found = victims.victims(cell.part, run, run_dir, session.engines, raylet)
+    if not found:
+        cell.reason = "no such process"
+        return
+    spans, metrics, groups = (Tail(run_dir / f"{name}.jsonl") for name in ("spans", "metrics", "groups"))
+    shown = len(run.text())
+    hit = victims.hit(cell.fault, cell.part, found)
+    work, steps_after = WORK.get(cell.part), 0
+    new_node = cell.part == "node" and cell.fault != "slow"
+    now_s = 0.0
+    while now_s < session.args.limit and not run.ended:
+        time.sleep(0.02)
+        now_s = time.monotonic() - hit.at_s
+        if new_node and now_s > NEW_NODE_S and session.nodes:
+            session.nodes.add()
+            new_node = False
+        if cell.noticed_s is None:
+            for line in run.text()[shown:].splitlines()[:-1]:
+                if victims.noticed(line):
+                    cell.noticed_s, cell.noticed = round(now_s, 1), line[:160]
+                    break
+        for span in spans.rows():
+            if cell.recovered_s is None and span.get("name") == work and span["start_s"] > hit.at_s:
+                cell.recovered_s = round(now_s, 1)
+        for _ in metrics.rows():
+            steps_after += cell.recovered_s is not None
+            cell.step_s = cell.step_s or round(now_s, 1)
+            if work is None and cell.recovered_s is None:
+                cell.recovered_s = round(now_s, 1)
+        if steps_after and (cell.fault != "slow" or now_s > victims.SLOW_S + SETTLE_S):
+            break
+    rows = groups.rows()
+    cell.lost = sum(not t["id"].endswith(".0") or not t["valid"] for g in rows for t in g["trajectories"])
+    cell.lost += sum(g["fallback_reason"] == "worker_lost" for g in rows)
+    _judge(session, cell, hit, steps_after)
+
+
+def _judge(session: Session, cell: Cell, hit: victims.Hit, steps_after: int) -> None:
+    """Fill in `ok` and `reason`, and leave the run fit for the next cell."""
+    run = session.run
+    assert run is not None
+    stopped = victims.still_stopped(hit.pids)
+    if run.ended:
+        cell.driver_ended = True
+        cell.reason = f"the driver ended with {run.process.returncode}: {run.text()[-300:]}"
+    elif cell.recovered_s is None:
+        cell.reason = f"did not work again within {session.args.limit:g} s"
+    elif not steps_after:
+        cell.reason = f"no step within {session.args.limit:g} s"
+    elif stopped and cell.part not in ("wandb", "node"):  # W&B is a view; a frozen machine stays frozen
+        cell.reason = "the run goes on, but the process that hangs is still there"
+    elif cell.fault == "slow" and "lost" in cell.noticed:
+        cell.reason = "it was slow, and was taken for lost"
+    else:
+        cell.ok = True
+    if stopped and cell.part == "node":
+        driven.end_all(p for p in driven.descendants() if p.pid in stopped)
+    elif stopped:
+        victims.release(stopped)
+    if not cell.ok and not cell.driver_ended and (cell.recovered_s is None or not steps_after):
+        session.stop(signal.SIGKILL)  # else the next cell would meet this one's fault
+
+
+# ---- rewards --------------------------------------------------------------------------------------------------------
+
+
+async def verified_again(run_dir: Path) -> dict[str, Any]:
+    """Every archived trajectory's patch, verified in a fresh sandbox: the reward must be the one of groups.jsonl."""
+    from configs.schema import JailSandbox
+    from envs.jail import JailProvider
+    from envs.task import HiddenTests
+    from envs.verifier import verify_patch
+    from grader.stored import read_archive
+
+    faults: list[str] = []
+    checked = retried = masked = 0
+    path = run_dir / "groups.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    rewards = {t["id"]: t for g in lines for t in g["trajectories"]}
+    for trajectory in rewards.values():
+        if not trajectory["valid"]:
+            masked += 1
+            if trajectory["reward"] is not None or trajectory["advantage"] is not None:
+                faults.append(f"{trajectory['id']}: masked ({trajectory['status']}), and has a reward or an advantage")
+    provider = JailProvider(JailSandbox())
+    gate = asyncio.Semaphore(max(os.cpu_count() or 2, 2))
+
+    async def one(task: Any, trajectory_id: str, patch: str) -> None:
+        nonlocal checked, retried
+        async with gate:
+            verdict = await verify_patch(task, patch, provider)
+        checked += 1
+        retried += not trajectory_id.endswith(".0")
+        given = rewards[trajectory_id]["outcome_reward"]
+        if verdict.reward != given:
+            faults.append(f"{trajectory_id}: reward {given}, verified again {verdict.reward}")
+
+    groups = [read_archive(file) for file in sorted((run_dir / "archive").glob("*.json.gz"))]
+    try:
+        await asyncio.gather(
+            *(
+                one(group.task, transcript.trajectory_id, transcript.patch)
+                for group in groups
+                if isinstance(group.task.verifier, HiddenTests)
+                for transcript in group.transcripts
+                if transcript.trajectory_id in rewards
+            )
+        )
+    finally:
+        await provider.close()
+    return {"verified_again": checked, "of_retries": retried, "masked": masked, "faults": faults}
+
+
+# ---- results --------------------------------------------------------------------------------------------------------
+
+
+def _write(
+    out: Path, config: RunConfig, cells: Sequence[Cell], session: Session, rewards: dict[str, Any] | None
+) -> dict[str, Any]:
+    done = [c for c in cells if c.ok or c.reason]
+    result = {
+        "ok": all(c.ok for c in done) and not session.faults,
+        "cells": [asdict(c) for c in done],
+        "rewards": rewards,
+        "faults": session.faults,
+        "starts": session.starts,
+        "group_size": config.algorithm.group_size,
+    }
+    (out / "faults.json").write_text(json.dumps(result, indent=1) + "\n")
+    rows = ["| part | fault | phase | | noticed s | works again s | next step s | lost | |", "|" + "---|" * 9]
+    for c in done:
+        times = (f"{t:g}" if t is not None else "-" for t in (c.noticed_s, c.recovered_s, c.step_s))
+        why = (c.reason or c.noticed).replace("|", "/").replace("\n", " ")[:160]
+        mark = "ok" if c.ok else "FAILED"
+        rows.append(f"| {c.part} | {c.fault} | {c.phase} | {mark} | {' | '.join(times)} | {c.lost} | {why} |")
+    if rewards is not None:
+        again, retries, masked = (rewards[k] for k in ("verified_again", "of_retries", "masked"))
+        rows += [
+            "",
+            f"{sum(c.ok for c in done)} of {len(done)} cells; {again} rewards verified again ({retries} of attempts "
+            f"after a loss), {masked} trajectories masked.",
+        ]
+    rows += [f"- fault: {fault[:300]}" for fault in session.faults]
+    (out / "faults.md").write_text("\n".join(rows) + "\n")
+    return result
+
+
+if __name__ == "__main__":
+    main()
