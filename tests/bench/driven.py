@@ -70,6 +70,8 @@ class Gone:
 
     took_s: float
     """Seconds until none was left but Ray's node agents."""
+    last: list[str]
+    """Roles of those that were there a second after the driver."""
     agents_s: float | None
     """Seconds until they had left too; None where nobody waited for them."""
     left: list[Process]
@@ -193,7 +195,10 @@ class Driven:
             self.process.poll()
             return [p for p in descendants() if p.role != LINGERS and p.role not in keep]
 
-        wait_for(lambda: not living(), timeout_s)
+        last: list[str] = []
+        if not wait_for(lambda: not living(), min(timeout_s, 1.0)):
+            last = sorted({p.role for p in living()})
+            wait_for(lambda: not living(), timeout_s - 1.0)
         left = living()
         took_s = time.monotonic() - begin_s
         agents = None
@@ -203,7 +208,7 @@ class Driven:
             agents = time.monotonic() - begin_s
         end_all(left if keep else descendants())
         self._out.close()
-        return Gone(took_s=took_s, agents_s=agents, left=left)
+        return Gone(took_s=took_s, last=last, agents_s=agents, left=left)
 
     def leftovers(self) -> dict[str, int]:
         """What it left outside its folder, by kind; only after `gone`. `shm`: segments that no process has open."""

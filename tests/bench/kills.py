@@ -6,11 +6,12 @@ One run, no evaluation, a checkpoint after every step, W&B offline. Each cycle s
 there is something to resume), kills that one process, and waits until nothing of the run is left. When it is killed is
 drawn from the seed and the cycle's number:
 
-    uniform   at a random moment of the first `window` seconds
+    uniform   at a random moment of the first `window` seconds, or of 1.6 times what the last sessions took to their
+              first step, if that is longer: on a busy machine the run would else never get beyond its start
     startup   within the first 15 s
     restore   within 6 s of "groups come back", while a resume reads its rollouts and loads the learner
-    step      within 0.3 s of a new line of metrics.jsonl
-    part      within 0.2 s of an unfinished checkpoint appearing
+    step      within 3 s of a new line of metrics.jsonl, before or after its checkpoint is complete
+    part      within 0.5 s of an unfinished checkpoint appearing
 
 After every cycle tests/bench/record.py reads the folder, and the cycle says what the run left outside it. One JSON line
 a cycle in FOLDER/log.jsonl; started again, it goes on behind the last one. A last session runs two more steps and ends
@@ -75,7 +76,9 @@ def main() -> None:
     lines = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
     before = look(out / NAME, expected).promise if (out / NAME).exists() else None
     for cycle in range(len([x for x in lines if x["kind"] != "finish"]), args.cycles):
-        line, before = _cycle(cycle, args, out, overrides, expected, before)
+        first = [x["first_step_s"] for x in lines if x.get("first_step_s")][-5:]
+        window_s = max(args.window, 1.6 * median(first)) if first else args.window
+        line, before = _cycle(cycle, args, out, overrides, expected, before, window_s)
         _write(log, line)
         lines.append(line)
     if not any(x["kind"] == "finish" for x in lines):
@@ -106,6 +109,7 @@ def _cycle(
     overrides: list[str],
     expected: Expected,
     before: Promise | None,
+    window_s: float,
 ) -> tuple[dict[str, Any], Promise | None]:
     """One start, one kill, one look."""
     draw = random.Random(f"{args.seed}/{number}")
@@ -115,7 +119,7 @@ def _cycle(
     command = driven.train(args.config, *overrides, f"steps={STEPS}", resume=resume)
     run = Driven(command, console=out / "console" / f"{number:03d}.txt")
     steps = driven.lines(run_dir / "metrics.jsonl")
-    hit, first_step_s = _until(kind, run, run_dir, steps, draw, args.window)
+    hit, first_step_s = _until(kind, run, run_dir, steps, draw, window_s)
     crashed = run.ended
     alive = driven.by_role(driven.descendants())
     run.signal(signal.SIGKILL)
@@ -138,6 +142,7 @@ def _cycle(
         "killed_s": round(killed_s, 2),
         "first_step_s": first_step_s,
         "gone_s": round(gone.took_s, 2),
+        "last": gone.last,
         "agents_gone_s": gone.agents_s and round(gone.agents_s, 1),
         "processes": alive,
         "left": len(gone.left),
@@ -172,7 +177,7 @@ def _until(
     stale = {path: _changed(path) for path in _parts(run_dir)}
     at_s = draw.uniform(2.0, window_s) if kind == "uniform" else draw.uniform(0.5, 15.0)
     wanted = draw.choice((1, 1, 2))
-    after_s = draw.uniform(0.0, {"step": 0.3, "part": 0.2, "restore": 6.0}.get(kind, 0.0))
+    after_s = draw.uniform(0.0, {"step": 3.0, "part": 0.5, "restore": 6.0}.get(kind, 0.0))
 
     def come() -> bool:
         match kind:
