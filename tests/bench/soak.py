@@ -254,9 +254,8 @@ def _show(result: Mapping[str, Any]) -> None:
             "GROWS" if row["grows"] else "",
         )
     console.print(table)
-    console.print(
-        f"ended {result['end_s']} s after SIGTERM, and all else {result['gone_s']} s later; left outside the run's folder: {result['leftovers']}"
-    )
+    console.print(f"ended {result['end_s']} s after SIGTERM, and all else {result['gone_s']} s later")
+    console.print(f"left outside the run's folder: {result['leftovers']}")
     console.print(f"leaks: {', '.join(result['leaks']) or 'none'}; faults: {result['faults'] or 'none'}")
 
 
