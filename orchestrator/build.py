@@ -17,6 +17,7 @@ from configs.schema import (
     EndpointGraderBackend,
     EngineConfig,
     GraderConfig,
+    RayConfig,
     Resources,
     RunConfig,
     VllmGraderBackend,
@@ -34,6 +35,7 @@ from rollout.worker import RolloutWorker
 
 T = TypeVar("T")
 STOPPED = "stopped by SIGTERM; the same command with --resume goes on from the last checkpoint"
+_RAY_STARTS = 3
 Starting = Callable[[], Coroutine[Any, Any, T]]
 """Await the call for the part, ready to be used."""
 
@@ -202,23 +204,53 @@ def ray_session(config: RunConfig) -> Iterator[None]:
     """Ray as the configuration wants it: a local one that nobody else can reach, or a running cluster."""
     import ray
 
-    local = config.ray.address is None
-    size = config.ray.object_store_mib
-    with access.own_ray() if local else contextlib.nullcontext():
-        ray.init(
-            address=config.ray.address,
-            include_dashboard=False if local else None,
-            object_store_memory=size * 2**20 if local and size else None,
-            log_to_driver=False,
-            logging_level="error",
-            configure_logging=True,
-            namespace=f"gagar-{config.name}",
-            **({"_node_ip_address": access.LOOPBACK} if local else {}),
-        )
+    with access.own_ray() if config.ray.address is None else contextlib.nullcontext():
+        _start_ray(config.ray, config.name)
         try:
             yield
         finally:
             ray.shutdown()
+
+
+def _start_ray(config: RayConfig, name: str) -> None:
+    """`ray.init`. Ray gives a node of its own 30 s to start, which a busy machine can exceed, so that is tried again.
+
+    Raises:
+        GagarError: it does not start, or there is no cluster at the address.
+    """
+    import ray
+
+    local = config.address is None
+    size = config.object_store_mib
+    options: dict[str, Any] = (
+        {"_node_ip_address": access.LOOPBACK, "include_dashboard": False} if local else {"address": config.address}
+    )
+    if local and size:
+        options["object_store_memory"] = size * 2**20
+    for left in reversed(range(_RAY_STARTS if local else 1)):
+        try:
+            ray.init(
+                log_to_driver=False,
+                logging_level="error",
+                configure_logging=True,
+                namespace=f"gagar-{name}",
+                **options,
+            )
+        except Exception as e:  # Ray raises plain Exceptions here
+            ray.shutdown()
+            if left:
+                continue
+            if local:
+                raise GagarError(
+                    f"Ray did not start on this machine ({e}); if it is busy, try again later; `gagar doctor` looks at "
+                    "memory, /dev/shm and limits"
+                ) from e
+            raise GagarError(
+                f"ray.address={config.address}: no cluster answers there ({e}); see that it runs, with the same Ray "
+                "and the same token (RAY_AUTH_TOKEN_PATH)"
+            ) from e
+        else:
+            return
 
 
 def run_loop(main: Coroutine[Any, Any, T], *, stopped: str = STOPPED) -> T:
