@@ -45,7 +45,7 @@ class Verification:
     log: str
     """What was run and printed, middle cut; for the grader and for people."""
     tampered: tuple[str, ...] = ()
-    """Files that decide how the code is tested and that the patch changed, at most MAX_NAMED of them; they were put back
+    """Files that decide how the code is tested and that the patch changed, at most MAX_NAMED; they were put back
     before the tests ran."""
 
 
