@@ -209,6 +209,8 @@ class Watchdog:
         try:
             self._ended(message)
         finally:
+            with contextlib.suppress(OSError):
+                self._last_resort.unlink()
             sys.stderr.write(f"gagar: {scrub(message)}\n")
             sys.stderr.flush()
             os._exit(EXIT_STALLED)

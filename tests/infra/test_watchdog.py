@@ -117,6 +117,7 @@ def test_a_blocked_event_loop_is_named_and_ended(tmp_path: Path) -> None:
     assert "the event loop is blocked" in (tmp_path / "ended").read_text()
     (stacks,) = (tmp_path / "stacks").glob("*/driver.txt")
     assert "a_call_that_blocks" in stacks.read_text()
+    assert not (tmp_path / "stacks" / "interpreter.txt").exists(), "that is for native code"
 
 
 def test_a_run_that_is_told_to_end_and_does_not_is_ended(tmp_path: Path) -> None:
