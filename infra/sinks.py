@@ -1,37 +1,23 @@
-"""Where telemetry goes: append-only JSONL files, and Weights & Biases.
-
-The files are the record; W&B is a view of it. A W&B failure is reported once and never stops a run.
-"""
+"""Append-only JSONL files, the record of a run, and how values are put into them."""
 
 from __future__ import annotations
 
 import json
 import logging
 import math
-import netrc
 import os
-import queue
-import secrets
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
-from urllib.parse import urlsplit
+from typing import Any
 
-from configs.schema import WandbConfig
 from infra.errors import StorageError
-from infra.scrub import scrub, scrubbed
+from infra.scrub import scrubbed
 from infra.storage import Storage
 
 logger = logging.getLogger("gagar.telemetry")
 
 HISTOGRAM_BINS = 20
-WANDB_QUEUE = 256
-"""Steps that may wait for a slow W&B before they are left out of it (they stay in metrics.jsonl)."""
-WANDB_CLOSE_S = 60.0
-WANDB_HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")
-"""Names under which `wandb login` leaves a key in the netrc file when no other server is configured."""
 
 
 class JsonlFile:
@@ -171,146 +157,3 @@ def histogram(values: Sequence[float]) -> dict[str, list[float] | list[int]] | N
     for v in finite:
         counts[min(int((v - low) / width), HISTOGRAM_BINS - 1)] += 1
     return {"edges": [low + width * i for i in range(HISTOGRAM_BINS)] + [high], "counts": counts}
-
-
-def wandb_mode(
-    config: WandbConfig, *, environ: Mapping[str, str], home: Path
-) -> Literal["online", "offline", "disabled"]:
-    """The mode to run in. `auto` follows WANDB_MODE where set, else is online when a key is found without asking the
-    network: in WANDB_API_KEY or in the netrc file under the server's name."""
-    if config.mode != "auto":
-        return config.mode
-    wish = environ.get("WANDB_MODE", "").lower()
-    if wish in ("online", "offline", "disabled"):
-        return wish  # type: ignore[return-value]  # narrowed by the test above, which mypy does not follow for str
-    return "online" if environ.get("WANDB_API_KEY") or _netrc_has_key(environ, home) else "offline"
-
-
-def _netrc_has_key(environ: Mapping[str, str], home: Path) -> bool:
-    base_url = environ.get("WANDB_BASE_URL")
-    hosts = (urlsplit(base_url).netloc,) if base_url else WANDB_HOSTS
-    names = [Path(environ["NETRC"])] if environ.get("NETRC") else [home / ".netrc", home / "_netrc"]
-    for path in names:
-        try:
-            entries = netrc.netrc(path)
-        except (OSError, netrc.NetrcParseError):
-            continue
-        if any((entry := entries.authenticators(host)) and entry[2] for host in hosts):
-            return True
-    return False
-
-
-class WandbSink:
-    """Sends steps to W&B from a thread of its own, because importing and starting it takes seconds.
-
-    Nothing the thread meets reaches the run: a failure is logged as a warning, once, and the sink falls silent.
-    """
-
-    def __init__(
-        self, run_dir: Path, config: WandbConfig, *, mode: Literal["online", "offline"], run_config: Mapping[str, Any]
-    ) -> None:
-        self._run_dir = run_dir
-        self._config = config
-        self._mode = mode
-        self._run_config = scrubbed(run_config)
-        self._run_id = _run_id(run_dir)
-        self._work: queue.Queue[Callable[[Any], None] | None] = queue.Queue(maxsize=WANDB_QUEUE)
-        """What the thread does with the W&B run, one after the other; None: finish it."""
-        self._warned = set[str]()
-        self._broken = False
-        self._thread = threading.Thread(target=self._serve, name="wandb", daemon=True)
-        self._thread.start()
-
-    def log(self, step: int, scalars: Mapping[str, float], histograms: Mapping[str, Sequence[float]]) -> None:
-        """Hand over one step; returns at once."""
-        rows, bins = dict(scalars), {k: list(v) for k, v in histograms.items()}
-        self._put(lambda run: self._send(run, step, rows, bins))
-
-    def alert(self, title: str, text: str) -> None:
-        """Hand over one alert, which W&B sends on as its user has set it up; returns at once."""
-        self._put(lambda run: run.alert(title=scrub(title), text=scrub(text)))
-
-    def _put(self, work: Callable[[Any], None]) -> None:
-        if self._broken:
-            return
-        try:
-            self._work.put_nowait(work)
-        except queue.Full:
-            self._warn("it does not keep up; steps are left out there (they are all in metrics.jsonl)")
-
-    def close(self, timeout_s: float = WANDB_CLOSE_S) -> None:
-        """Let W&B finish what it was given, for at most `timeout_s`."""
-        if not self._broken:
-            with suppress(queue.Full):
-                self._work.put(None, timeout=timeout_s)
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            self._warn(f"it did not finish within {timeout_s:g} s; `wandb sync {self._run_dir}/wandb/*` sends the rest")
-
-    def _warn(self, what: str) -> None:
-        if what not in self._warned:
-            self._warned.add(what)
-            logger.warning("Weights & Biases: %s", what)
-
-    def _serve(self) -> None:
-        try:
-            run = self._start()
-            while (work := self._work.get()) is not None:
-                work(run)
-            run.finish()
-        except Exception as e:  # the one place where W&B's failures end
-            self._broken = True
-            self._warn(f"switched off ({type(e).__name__}: {e}); metrics go on in metrics.jsonl")
-
-    def _start(self) -> Any:
-        import wandb
-
-        wandb.setup(settings=wandb.Settings(silent=True))
-        try:
-            return self._init(wandb, self._mode)
-        except Exception as e:  # online needs network and a valid key; offline needs neither
-            if self._mode == "offline":
-                raise
-            self._warn(f"online start failed ({type(e).__name__}: {e}); going on offline")
-            wandb.teardown()  # else the service holds the run id of the failed start
-            return self._init(wandb, "offline")
-
-    def _init(self, wandb: Any, mode: str) -> Any:
-        run = wandb.init(
-            project=self._config.project,
-            entity=self._config.entity,
-            dir=str(self._run_dir),
-            name=self._run_dir.name,
-            id=self._run_id,
-            # Offline runs cannot look at the server; syncing folders with one id appends them to one run.
-            resume="allow" if mode == "online" else None,
-            mode=mode,
-            config=self._run_config,
-            settings=wandb.Settings(silent=True, console="off", init_timeout=30.0),
-        )
-        # A resumed run repeats steps after its checkpoint; an explicit axis keeps W&B from refusing them.
-        run.define_metric("step")
-        run.define_metric("*", step_metric="step")
-        return run
-
-    def _send(
-        self, run: Any, step: int, scalars: Mapping[str, float], histograms: Mapping[str, Sequence[float]]
-    ) -> None:
-        import wandb
-
-        rows: dict[str, Any] = {"step": step, **scalars}
-        for name, values in histograms.items():
-            finite = [v for v in values if math.isfinite(v)]
-            if finite:
-                rows[f"{name}_histogram"] = wandb.Histogram(finite)
-        run.log(rows)
-
-
-def _run_id(run_dir: Path) -> str:
-    """The W&B id of this run: made once and kept in the run's folder, so that a resumed run goes on under it."""
-    path = run_dir / "wandb_run_id"
-    if path.exists():
-        return path.read_text(encoding="utf-8").strip()
-    run_id = secrets.token_hex(4)
-    path.write_text(run_id + "\n", encoding="utf-8")
-    return run_id

@@ -17,9 +17,10 @@ from typing import Any
 
 from configs.schema import WandbConfig
 from infra.errors import StorageError
-from infra.sinks import JsonlFile, WandbSink, histogram, wandb_mode
+from infra.sinks import JsonlFile, histogram
 from infra.spans import Interval, Span
 from infra.storage import Storage
+from infra.wandb_sink import WandbSink, wandb_mode
 
 Attr = str | int | float
 

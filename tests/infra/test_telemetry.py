@@ -10,9 +10,10 @@ import pytest
 
 from configs.schema import WandbConfig
 from infra.errors import StorageError
-from infra.sinks import JsonlFile, histogram, wandb_mode
+from infra.sinks import JsonlFile, histogram
 from infra.spans import Span, merged, overlap_share, without
 from infra.telemetry import Telemetry
+from infra.wandb_sink import wandb_mode
 
 OFF = WandbConfig(mode="disabled")
 
