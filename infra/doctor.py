@@ -1,51 +1,35 @@
 """`gagar doctor`: whether this host can run a configuration. Each finding says what to do about it.
 
-The look at sandboxes is `orchestrator.probe`, since this package knows nothing of them.
+The look at sandboxes is `orchestrator.probe`, since this package knows nothing of them; other machines are looked at by
+`infra.reach`.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 
-from configs.schema import (
-    EndpointGraderBackend,
-    EngineConfig,
-    RemoteSandbox,
-    RunConfig,
-    VllmGraderBackend,
-    WandbConfig,
-)
+from configs.schema import EngineConfig, RunConfig, VllmGraderBackend, WandbConfig
+from infra import allowance
+from infra.findings import Finding, Level
 from infra.lock import check, read_lock
-from infra.sinks import wandb_mode
+from infra.reach import reachable
+from infra.scrub import key_variables
+from infra.wandb_sink import wandb_mode
 
 GIB = 1024**3
+CHECKPOINT_BYTES = 17
+"""A parameter in a checkpoint: the policy, and the learner's master weights and two moments, all at most 4 bytes; and
+what the formats add."""
+ROLLOUT_BYTES = 13
+"""A token of a finished rollout (rollout/spool.py)."""
 LOCKS = Path(__file__).resolve().parent.parent / "requirements"
-
-
-class Level(StrEnum):
-    """How bad a finding is."""
-
-    OK = "ok"
-    WARN = "warn"
-    FAIL = "fail"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """One thing that was looked at."""
-
-    name: str
-    level: Level
-    detail: str
-    remedy: str = ""
-    """What to do; empty where nothing is to be done."""
 
 
 def diagnose(config: RunConfig | None) -> list[Finding]:
@@ -56,11 +40,14 @@ def diagnose(config: RunConfig | None) -> list[Finding]:
         _cores,
         _memory,
         _shared_memory,
+        _limits,
+        _host,
         _disk,
         _git,
         _gpus,
         _secrets,
         _wandb,
+        reachable,
     )
     return [finding for look in checks for finding in look(config)]
 
@@ -97,20 +84,20 @@ def _packages(config: RunConfig | None) -> Iterator[Finding]:
 
 
 def _cores(_: RunConfig | None) -> Iterator[Finding]:
-    cores, wanted = len(os.sched_getaffinity(0)), 2
+    cores, wanted = allowance.cores(), 2
     if cores >= wanted:
-        yield Finding(name="cores", level=Level.OK, detail=str(cores))
+        yield Finding(name="cores", level=Level.OK, detail=f"{cores:g}")
     else:
         yield Finding(
             name="cores",
             level=Level.WARN,
-            detail=str(cores),
-            remedy=f"use a machine with {wanted} cores or more, or expect a long start",
+            detail=f"{cores:g}",
+            remedy=f"give it {wanted} cores or more (docker run --cpus), or expect a long start",
         )
 
 
 def _memory(config: RunConfig | None) -> Iterator[Finding]:
-    available = _meminfo("MemAvailable")
+    available = allowance.memory_left_bytes()
     wanted = 8 * GIB + int(sum(e.kv_cache_gib for e in _engines(config) if e.device == "cpu") * GIB)
     detail = f"{available / GIB:.1f} GiB available"
     if available >= wanted:
@@ -120,8 +107,52 @@ def _memory(config: RunConfig | None) -> Iterator[Finding]:
             name="memory",
             level=Level.WARN,
             detail=f"{detail}, about {wanted / GIB:.0f} GiB wanted on one host",
-            remedy="close other programs, or lower engine.kv_cache_gib, replicas and rollout.slots_per_worker",
+            remedy="close other programs, raise the container's limit, or lower engine.kv_cache_gib, replicas and "
+            "rollout.slots_per_worker",
         )
+
+
+def _limits(config: RunConfig | None) -> Iterator[Finding]:
+    """Ray opens a few hundred files and threads a process; every sandbox is a few processes more."""
+    slots = config.rollout.workers * config.rollout.slots_per_worker if config is not None else 16
+    for name, found, wanted, option in (
+        ("open files", allowance.open_files(), 4096 + 8 * slots, "-n"),
+        ("processes", allowance.processes(), 4096 + 32 * slots, "-u"),
+    ):
+        if found == -1 or found >= wanted:
+            yield Finding(name=name, level=Level.OK, detail="no limit" if found == -1 else f"{found:,} allowed")
+        else:
+            yield Finding(
+                name=name,
+                level=Level.WARN,
+                detail=f"{found:,} allowed, {wanted:,} wanted",
+                remedy=f"ulimit {option} {wanted}, or raise it in limits.conf or by docker run --ulimit",
+            )
+
+
+def _host(config: RunConfig | None) -> Iterator[Finding]:
+    """Ranks and nodes find each other by the host's name."""
+    name = socket.gethostname()
+    try:
+        address = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0]
+    except OSError as error:
+        yield Finding(
+            name="host name",
+            level=Level.WARN,
+            detail=f"{name} does not resolve ({error})",
+            remedy=f"add {name} to /etc/hosts",
+        )
+        return
+    clustered = config is not None and config.ray.address is not None
+    if clustered and str(address).startswith("127."):
+        yield Finding(
+            name="host name",
+            level=Level.WARN,
+            detail=f"{name} resolves to {address}, which other nodes cannot reach",
+            remedy=f"give {name} its network address in /etc/hosts",
+        )
+    else:
+        yield Finding(name="host name", level=Level.OK, detail=f"{name} resolves to {address}")
 
 
 def _shared_memory(config: RunConfig | None) -> Iterator[Finding]:
@@ -155,15 +186,41 @@ def _disk(config: RunConfig | None) -> Iterator[Finding]:
         yield Finding(
             name="disk", level=Level.FAIL, detail=f"{folder} is not writable", remedy="choose another output=FOLDER"
         )
-    elif free < 2 * GIB:
+        return
+    wanted = GIB + (_kept_bytes(config) if config is not None else GIB)
+    detail = f"{free / GIB:.1f} GiB free at {folder}, a run keeps up to about {wanted / GIB:.1f} GiB"
+    if free < wanted:
         yield Finding(
             name="disk",
             level=Level.WARN,
-            detail=f"{free / GIB:.1f} GiB free at {folder}",
-            remedy="free some space, or choose another output=FOLDER",
+            detail=detail,
+            remedy="free some space, choose another output=FOLDER, or lower checkpoint.keep",
         )
     else:
-        yield Finding(name="disk", level=Level.OK, detail=f"{free / GIB:.0f} GiB free at {folder}")
+        yield Finding(name="disk", level=Level.OK, detail=detail)
+
+
+def _kept_bytes(config: RunConfig) -> int:
+    """Checkpoints, the one being written included, and the rollouts that none covers yet, at full length."""
+    parameters = _parameters(Path(config.learner.model))
+    checkpoints = (config.checkpoint.keep + 1) * parameters * CHECKPOINT_BYTES
+    if not config.checkpoint.rollouts:
+        return checkpoints
+    groups = config.checkpoint.every_steps * sum(source.groups_per_step for source in config.sources.values())
+    groups += config.scheduler.max_inflight_groups
+    tokens = groups * config.algorithm.group_size * config.rollout.limits.max_total_tokens
+    return checkpoints + tokens * ROLLOUT_BYTES
+
+
+def _parameters(model: Path) -> int:
+    """Of a checkpoint folder; 0 where it is none on this host."""
+    try:
+        values = json.loads((model / "config.json").read_text(encoding="utf-8"))
+        size = sum(path.stat().st_size for path in model.glob("*.safetensors"))
+    except (OSError, ValueError):
+        return 0
+    name = str(values.get("dtype") or values.get("torch_dtype") or "float32")
+    return size // (4 if name.endswith("32") else 2)
 
 
 def _git(_: RunConfig | None) -> Iterator[Finding]:
@@ -201,17 +258,12 @@ def _secrets(config: RunConfig | None) -> Iterator[Finding]:
     """Only whether the variables exist; their values are never read into a message."""
     if config is None:
         return
-    names = []
-    if config.grader is not None and isinstance(config.grader.backend, EndpointGraderBackend):
-        names.append(("grader key", config.grader.backend.api_key_env))
-    if isinstance(config.rollout.sandbox, RemoteSandbox):
-        names.append(("sandbox token", config.rollout.sandbox.token_env))
-    for what, variable in names:
+    for variable in key_variables(config):
         if os.environ.get(variable):
-            yield Finding(name=what, level=Level.OK, detail=f"{variable} is set")
+            yield Finding(name="key", level=Level.OK, detail=f"{variable} is set")
         else:
             yield Finding(
-                name=what, level=Level.WARN, detail=f"{variable} is not set", remedy=f"export {variable}=... first"
+                name="key", level=Level.WARN, detail=f"{variable} is not set", remedy=f"export {variable}=... first"
             )
 
 
@@ -236,14 +288,3 @@ def _engines(config: RunConfig | None) -> list[EngineConfig]:
     if config.grader is not None and isinstance(config.grader.backend, VllmGraderBackend):
         engines += [config.grader.backend.engine] * config.grader.backend.engine.replicas
     return engines
-
-
-def _meminfo(field: str) -> int:
-    """A line of /proc/meminfo, in bytes; 0 where there is none."""
-    try:
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-            if line.startswith(f"{field}:"):
-                return int(line.split()[1]) * 1024
-    except (OSError, ValueError):
-        return 0
-    return 0

@@ -152,20 +152,26 @@ def status(
 def doctor(
     config: Annotated[Path | None, typer.Argument(help="Judge by what this configuration asks for.")] = None,
     overrides: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON, for programs.")] = False,
 ) -> None:
-    """Look whether this machine has what a run needs."""
-    from infra.doctor import Level, diagnose
-    from orchestrator.probe import probe_sandbox
+    """Look whether this machine, and the servers that a configuration names, have what a run needs."""
+    from dataclasses import asdict
+
+    from infra.doctor import diagnose
+    from infra.findings import Level
+    from orchestrator.probe import probe_limits, probe_sandbox
 
     loaded = None if config is None else _load(config, overrides, None, None)
-    findings = [*diagnose(loaded), probe_sandbox(loaded)]
-    for finding in findings:
-        typer.echo(f"{finding.level.value:4}  {finding.name:13} {finding.detail}")
+    findings = [*diagnose(loaded), probe_sandbox(loaded), probe_limits(loaded)]
+    if as_json:
+        typer.echo(json.dumps([asdict(finding) for finding in findings], indent=1))
+    for finding in findings if not as_json else ():
+        typer.echo(f"{finding.level.value:4}  {finding.name:14} {finding.detail}")
         if finding.remedy:
-            typer.echo(f"{'':20}-> {finding.remedy}")
+            typer.echo(f"{'':21}-> {finding.remedy}")
     failed = sum(finding.level is Level.FAIL for finding in findings)
     if failed:
-        raise GagarError(f"{failed} of {len(findings)} checks failed; see the arrows above")
+        raise GagarError(f"{failed} of {len(findings)} checks failed; the arrows say what to do")
 
 
 cli_grading.register(app)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 
-from configs.schema import JailSandbox, RunConfig, SandboxConfig
-from infra.doctor import Finding, Level
+from configs.schema import JailSandbox, ModalSandbox, RemoteSandbox, RunConfig, SandboxConfig
 from infra.errors import SandboxError
+from infra.findings import Finding, Level
 
 NAME = "sandbox"
+LIMITS = "sandbox limits"
+_ELSEWHERE = (ModalSandbox, RemoteSandbox)
 JAIL_REMEDY = (
     "allow user namespaces (sysctl kernel.unprivileged_userns_clone=1; on Ubuntu 24.04 "
     "kernel.apparmor_restrict_unprivileged_userns=0; in Docker --security-opt seccomp=unconfined), or use "
@@ -49,6 +51,26 @@ def _unenforced(config: SandboxConfig) -> tuple[str, ...]:
     from envs.limits import unenforced
 
     return unenforced(config)
+
+
+def probe_limits(config: RunConfig | None) -> Finding:
+    """Which limits of the configured kind of sandbox would not hold on this host."""
+    from envs.limits import unenforced
+
+    sandbox = config.rollout.sandbox if config is not None else JailSandbox()
+    missing = unenforced(sandbox)
+    if not missing:
+        where = "of its hosts cannot be seen from here" if isinstance(sandbox, _ELSEWHERE) else "all hold here"
+        return Finding(name=LIMITS, level=Level.OK, detail=f"limits of {sandbox.type}: {where}")
+    allowed = getattr(sandbox, "allow_weaker", False)
+    return Finding(
+        name=LIMITS,
+        level=Level.WARN if allowed else Level.FAIL,
+        detail="; ".join(missing),
+        remedy="mend it; docs/security.md says what each limit keeps a policy from"
+        if allowed
+        else "mend it, or accept it with rollout.sandbox.allow_weaker=true",
+    )
 
 
 async def _git_version(config: SandboxConfig) -> tuple[int | None, str]:

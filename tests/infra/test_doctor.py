@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from configs.schema import RunConfig
-from infra.doctor import Level, diagnose
+from infra.doctor import diagnose
+from infra.findings import Level
 
 
 def config(**sections: object) -> RunConfig:
@@ -41,7 +42,7 @@ def test_every_finding_that_is_not_ok_says_what_to_do(monkeypatch: pytest.Monkey
     findings = {finding.name: finding for finding in diagnose(cluster)}
     assert findings["git"].remedy == "apt-get install git"
     assert findings["gpu"].level is Level.FAIL
-    assert findings["grader key"].detail == "KEY_OF_TEST is not set"
+    assert findings["key"].detail == "KEY_OF_TEST is not set"
     assert "--shm-size" in findings["/dev/shm"].remedy
     assert all(finding.remedy for finding in findings.values() if finding.level is not Level.OK)
 

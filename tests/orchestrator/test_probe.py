@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from configs.schema import RunConfig
-from infra.doctor import Level
+from infra.findings import Level
 from orchestrator.probe import probe_sandbox
 
 
