@@ -686,10 +686,12 @@ class SchedulerConfig(Section):
     kv_tokens_per_engine: PositiveInt | None = None
     """KV cache of one engine in tokens (vLLM logs it at its start): rollouts start only while what is predicted to be
     needed fits all engines; null: from engine.kv_cache_gib on a CPU, no such bound on CUDA."""
-    stall_after_s: PositiveFloat = 120.0
-    """Without any progress for this long, the run says which queue waits for whom."""
+    stall_after_s: PositiveFloat = 50.0
+    """Without any progress for this long, the run says which loop waits for which queue, pool or actor, and since when,
+    and writes the stacks of its processes into `stacks/` (docs/operations.md). Nothing is ended by it."""
     abort_after_s: PositiveFloat = 900.0
-    """Without any progress for this long, the run ends with an error and its last checkpoint."""
+    """Without any progress for this long, the run ends with exit code 3 and its last checkpoint, even if its event loop is
+    blocked."""
 
     @model_validator(mode="before")
     @classmethod

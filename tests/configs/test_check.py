@@ -244,7 +244,7 @@ ONE_PROBLEM: list[tuple[tuple[str, ...], str]] = [
         ("grader.timeout_s=2400",),
         "scheduler.abort_after_s = 900.0: is not above grader.timeout_s = 2400: the run could end before a slow",
     ),
-    (("scheduler.abort_after_s=120",), "scheduler.abort_after_s = 120.0: is not above stall_after_s = 120"),
+    (("scheduler.abort_after_s=50",), "scheduler.abort_after_s = 50.0: is not above stall_after_s = 50"),
     (
         ("grader.max_tokens=1024",),
         "grader.max_tokens = 1024: leaves no room for a prompt in grader.backend.engine.max_",
