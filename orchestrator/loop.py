@@ -430,6 +430,7 @@ class Scheduler:
             still_s = self.clock.now() - self.failures.still_since_s(self.moved_s)
             self._observer.on_tick(self, still_s)
             if still_s > self.config.scheduler.abort_after_s:
+                self.saving.blame()
                 raise Stalled(
                     f"nothing moved for {still_s:.0f} s (scheduler.abort_after_s); look at the stall messages above; "
                     "the last checkpoint is intact, the same command with --resume goes on from it"

@@ -65,6 +65,11 @@ class Saving:
         finally:
             self.storage.listen(lambda: None)
 
+    def blame(self) -> None:
+        """The run is about to end because nothing moves. Raises StorageError: that is because of the disk."""
+        if self.storage.faults():
+            raise _waited(self.storage, self._abort_after_s)
+
     def _look(self) -> bool:
         """Whether anything is down; the pause follows."""
         faults, message = self.storage.faults(), self.storage.message()
@@ -142,10 +147,14 @@ def refuse_after(storage: Storage, abort_after_s: float) -> None:
     """Raises StorageError when something has been down for longer."""
     faults = storage.faults()
     if faults and time.monotonic() - faults[0].since_s > abort_after_s:
-        raise StorageError(
-            f"{storage.message()} (waited scheduler.abort_after_s = {abort_after_s:g} s); the last checkpoint is "
-            "intact, the same command with --resume goes on from it"
-        )
+        raise _waited(storage, abort_after_s)
+
+
+def _waited(storage: Storage, abort_after_s: float) -> StorageError:
+    return StorageError(
+        f"{storage.message()} (waited scheduler.abort_after_s = {abort_after_s:g} s); the last checkpoint is intact, the "
+        "same command with --resume goes on from it"
+    )
 
 
 def _tell(loop: asyncio.AbstractEventLoop, changed: asyncio.Event) -> None:
