@@ -2,7 +2,8 @@
 
     python -m tests.bench.scheduler [--trace configs/traces/published.yaml] [--only cost,overlap,...] [KEY=VALUE ...]
 
-    cost      CPU time a trajectory and memory at the trace's own size
+    cost      CPU time a trajectory and memory at the trace's own size; the driver's alone, without and with what a run
+              writes down (metrics, spans, status, the ledger's file)
     overlap   step time over the ideal bound, and against grading after collection on the same pools
     alpha     M6.2's alpha 0, .5 and 1 at a fifth of the size: step time, uneven collection, swings of the slots
     shares    20 steps at a tenth of the size: each source's trained share, and the bias towards short rollouts
@@ -10,7 +11,8 @@
     linear    CPU time a trajectory at a tenth, at the trace's size, and with --large at ten times of it
 
 Every simulation has a process of its own. CPU times count the simulated parts too, and no Ray: they are those of the
-scheduler, ledger, mixer, crediting and audit records. No test runs this: it measures time.
+scheduler, ledger, mixer, crediting and audit records; those of the driver alone are over pools that answer at once, in
+real time. No test runs this: it measures time.
 """
 
 from __future__ import annotations
@@ -28,10 +30,13 @@ from rich.table import Table
 
 from configs.load import load
 from configs.trace_schema import TraceConfig
+from orchestrator.bench.driver import cost as driver_cost
+from orchestrator.bench.figures import Figure
 from orchestrator.simulation.figures import Simulation, ideal
 from orchestrator.simulation.run import Schedule, simulate
 
 CONSOLE = Console(width=140)
+DRIVER_STEPS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,10 +57,22 @@ class Bench:
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
             return process.submit(simulate, trace, schedule=schedule, sampled=sampled).result()
 
+    def driver(self, *, recorded: bool) -> Figure:
+        """CPU of a trajectory of the driver alone, at the trace's size, in a fresh process."""
+        trace = load(TraceConfig, self.file, self.overrides).config
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+            size = (trace.groups_per_step, trace.group_size)
+            return process.submit(driver_cost, *size, DRIVER_STEPS, recorded=recorded).result()
+
 
 def cost(bench: Bench) -> None:
     run = bench.run("steps=5", "warmup_steps=2")
     show("cost at full size", [("", run)], ["cpu", "rss", "trajectories"])
+    for recorded in (False, True):
+        found = bench.driver(recorded=recorded)
+        CONSOLE.print(
+            f"driver: {found.name}: {found.median:.3f} ms ({min(found.values):.3f} to {max(found.values):.3f})"
+        )
 
 
 def overlap(bench: Bench) -> None:

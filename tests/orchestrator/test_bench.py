@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from infra.errors import ConfigError
 from orchestrator.bench.command import NAMES, run_benchmarks
+from orchestrator.bench.driver import _train
 from orchestrator.bench.figures import Options, figure, percentile, ratios
 from orchestrator.bench.learner import skewed
 from orchestrator.cli import app
@@ -35,6 +36,17 @@ def test_those_without_processes_run_and_are_written(tmp_path: Path) -> None:
     for result in written.values():
         assert result["figures"]
         assert all(value > 0.0 for f in result["figures"] for value in f["values"])
+    driver = [f["name"] for f in written["driver"]["figures"]]
+    assert [name.endswith("with metrics, spans and the ledger's file") for name in driver[:3]] == [False, False, True]
+
+
+def test_the_recorded_driver_writes_down_what_a_run_does(tmp_path: Path) -> None:
+    _train(tmp_path, 8, 4, 3, recorded=True)
+    metrics = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [m["step"] for m in metrics] == [1, 2, 3]
+    spans = [json.loads(line).get("name") for line in (tmp_path / "spans.jsonl").read_text().splitlines()]
+    assert spans.count("rollout") >= 3 * 8 * 4 and spans.count("grade") >= 3 * 6
+    assert (tmp_path / "ledger.sqlite").stat().st_size > 0
 
 
 def test_the_mix_of_lengths_is_skewed_and_the_same_each_time() -> None:
