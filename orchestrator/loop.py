@@ -187,7 +187,7 @@ class Scheduler:
         self.activity = ("waiting", self.moved_s)
         async with asyncio.TaskGroup() as group:
             self._group = group
-            loops = [self._admit(), self.rollouts.run(), self._watch(), self.saving.run()]
+            loops = [self.saving.run(), self._admit(), self.rollouts.run(), self._watch()]
             if self.grading is not None:
                 loops.append(self.grading.run())
             for loop in loops:

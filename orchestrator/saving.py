@@ -152,8 +152,8 @@ def refuse_after(storage: Storage, abort_after_s: float) -> None:
 
 def _waited(storage: Storage, abort_after_s: float) -> StorageError:
     return StorageError(
-        f"{storage.message()} (waited scheduler.abort_after_s = {abort_after_s:g} s); the last checkpoint is intact, the "
-        "same command with --resume goes on from it"
+        f"{storage.message()} (waited scheduler.abort_after_s = {abort_after_s:g} s); the last checkpoint is intact, "
+        "the same command with --resume goes on from it"
     )
 
 
