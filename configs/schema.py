@@ -690,8 +690,8 @@ class SchedulerConfig(Section):
     """Without any progress for this long, the run says which loop waits for which queue, pool or actor, and since when,
     and writes the stacks of its processes into `stacks/` (docs/operations.md). Nothing is ended by it."""
     abort_after_s: PositiveFloat = 900.0
-    """Without any progress for this long, the run ends with exit code 3 and its last checkpoint, even if its event loop is
-    blocked."""
+    """Without any progress for this long, the run ends with exit code 3 and its last checkpoint, even if its event loop
+    is blocked."""
 
     @model_validator(mode="before")
     @classmethod

@@ -1,7 +1,8 @@
 """A thread that sees when a run stands still, says who waits for whom, and ends the run if it stays so.
 
     moved() within stall_after_s                -> nothing
-    nothing moved for stall_after_s             -> a report, once every stall_after_s; stacks once a stall
+    nothing moved for stall_after_s,
+    or the event loop is blocked for 30 s       -> a report, once every stall_after_s; stacks once a stall
     nothing moved for abort_after_s             -> the scheduler ends the run by itself (Stalled); if the event loop is
                                                    blocked, or the run is still there `leave_s` later, the thread ends
                                                    the process. Both give the exit code EXIT_STALLED
@@ -16,6 +17,7 @@ import asyncio
 import contextlib
 import faulthandler
 import os
+import shutil
 import sys
 import threading
 import time
@@ -36,8 +38,11 @@ STACKS = "stacks"
 """Folder of the run with a folder of every stall."""
 _SHOWN = 20
 """Waits that a report lists."""
-_BLOCKED_S = 10.0
-"""Without a sign of the event loop for this long it counts as blocked."""
+_BLOCKED_S = 30.0
+"""Without a sign of the event loop for this long it counts as blocked; that is told at once, however patient
+`stall_after_s` is, since nothing that a loop does may take so long."""
+_KEPT = 20
+"""Folders of stacks that a run keeps, the newest."""
 
 
 class Stalled(GagarError):
@@ -157,11 +162,11 @@ class Watchdog:
             self._arm()
             now_s = time.monotonic()
             still_s, silent_s = now_s - self._moved_s, now_s - self._beat_s
-            if still_s < self._stall_after_s:
+            blocked = self._loop is not None and silent_s > min(_BLOCKED_S, self._stall_after_s)
+            if still_s < self._stall_after_s and not blocked:
                 self._told_s, self._folder = 0.0, None
                 continue
-            blocked = self._loop is not None and silent_s > min(_BLOCKED_S, self._stall_after_s)
-            if still_s - self._told_s >= self._stall_after_s:
+            if self._told_s == 0.0 or still_s - self._told_s >= self._stall_after_s:
                 self._told_s = still_s
                 self._report(still_s, silent_s if blocked else None)
             late_s = still_s - self._abort_after_s
@@ -188,6 +193,8 @@ class Watchdog:
     def _write(self, text: str, found: Sequence[stacks.Process], silent: Sequence[str]) -> Path:
         folder = self._run_dir / STACKS / datetime.now().strftime("%Y%m%d-%H%M%S")
         folder.mkdir(parents=True, exist_ok=True)
+        for old in sorted(path for path in folder.parent.iterdir() if path.is_dir())[:-_KEPT]:
+            shutil.rmtree(old, ignore_errors=True)
         files = {"waits.txt": "\n".join([text, *silent]), "driver.txt": stacks.driver_stacks(self._loop)}
         files |= {f"{p.host}-{p.pid}.txt": p.text() for p in found}
         for name, content in files.items():

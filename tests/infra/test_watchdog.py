@@ -120,6 +120,31 @@ def test_a_blocked_event_loop_is_named_and_ended(tmp_path: Path) -> None:
     assert not (tmp_path / "stacks" / "interpreter.txt").exists(), "that is for native code"
 
 
+def test_a_blocked_event_loop_is_told_before_a_patient_stall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infra.watchdog._BLOCKED_S", 1.5)
+    said: list[str] = []
+    dog = watchdog(tmp_path, said, stall_after_s=30.0)
+
+    async def main() -> None:
+        await asyncio.sleep(0.1)
+        time.sleep(3.5)  # noqa: ASYNC251
+        await asyncio.sleep(1.0)
+
+    dog.start()
+    asyncio.run(dog.attended(main()))
+    dog.close()
+    assert len(said) == 2 and "the event loop is blocked since" in said[0]
+
+
+def test_only_the_newest_stacks_are_kept(tmp_path: Path) -> None:
+    for day in range(10, 35):
+        (tmp_path / "stacks" / f"20000101-0000{day}").mkdir(parents=True)
+    dog = watchdog(tmp_path, [])
+    kept = dog._write("text", [], [])
+    left = sorted(path.name for path in (tmp_path / "stacks").iterdir())
+    assert len(left) == 20 and kept.name == left[-1] and "20000101-000034" in left
+
+
 def test_a_run_that_is_told_to_end_and_does_not_is_ended(tmp_path: Path) -> None:
     """The event loop runs, and nothing moves: the scheduler would have raised by then."""
     script = STUCK.format(blocks="pass").replace("await asyncio.sleep(0.1)", "await asyncio.sleep(60)")
