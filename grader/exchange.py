@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from envs.task import Task
 from grader.evidence import CheckResult
 from grader.verdict import FallbackReason, Grade
+from infra.scrub import scrub
 from rollout.trajectory import Trajectory, Transcript
 
 
@@ -118,7 +119,7 @@ def lost_reply(request: GradeRequest, detail: str, *, run_s: float) -> GradeRepl
         order_seed=request.order_seed,
         grade=None,
         fallback_reason=FallbackReason.WORKER_LOST,
-        detail=detail,
+        detail=scrub(detail),
         model="",
         queue_s=0.0,
         run_s=run_s,

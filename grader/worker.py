@@ -20,6 +20,7 @@ from grader.grading import Graded, Grading, Tally, without_hacks
 from grader.verdict import FallbackReason, Grade, InvalidVerdict
 from infra import process
 from infra.errors import EngineError, GraderError
+from infra.scrub import scrub
 from rollout.engine import Engine
 from rollout.trajectory import Transcript
 
@@ -180,7 +181,7 @@ class GraderWorker:
             order_seed=request.order_seed,
             grade=grade,
             fallback_reason=reason,
-            detail=detail,
+            detail=scrub(detail),  # it goes into the ledger and the audit trail
             model=self.model.name,
             queue_s=run.queue_s,
             run_s=time.monotonic() - run.started_s,

@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from infra.errors import StorageError
+from infra.scrub import scrub
 
 REQUEST = "control.json"
 ANSWER = "control.answer.json"
@@ -85,7 +86,7 @@ def write(path: Path, message: BaseModel) -> None:
     """Replace a file in one piece. Raises StorageError."""
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        part.write_text(message.model_dump_json(), encoding="utf-8")
+        part.write_text(scrub(message.model_dump_json()), encoding="utf-8")
         part.replace(path)
     except OSError as e:
         raise StorageError(f"{path}: cannot be written ({e})") from e
