@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from configs.errors import ConfigError, GagarError
-from orchestrator import cli_bench, cli_grading, cli_scale, cli_simulate
+from orchestrator import cli_bench, cli_export, cli_grading, cli_scale, cli_simulate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -175,6 +175,7 @@ def doctor(
 
 
 cli_grading.register(app)
+cli_export.register(app)
 cli_scale.register(app)
 cli_simulate.register(app)
 cli_bench.register(app)
@@ -227,12 +228,13 @@ def _task_sources(config: RunConfig) -> Iterator[Problem]:
 
 
 def _policy_folder(checkpoint: Path) -> Path:
-    """The Hugging Face folder of a checkpoint, which is the folder itself or its `policy`."""
+    """The Hugging Face folder of a checkpoint, which is the folder itself or its `policy`; of a run's checkpoint, after
+    it was held against its manifest."""
     from configs.models import missing_files
+    from orchestrator.export import checked_policy
 
-    for folder in (checkpoint / "policy", checkpoint):
-        if folder.is_dir() and not missing_files(folder):
-            return folder.absolute()
+    if (policy := checked_policy(checkpoint)) is not None:
+        return policy
     lacking = f"it lacks {', '.join(missing_files(checkpoint))}" if checkpoint.is_dir() else "it is no folder"
     raise ConfigError(
         f"--checkpoint {checkpoint}: not a checkpoint ({lacking}); give runs/NAME/checkpoints/step-N or a Hugging Face "
