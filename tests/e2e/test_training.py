@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import psutil
 import pytest
 import yaml
 
@@ -24,6 +26,9 @@ COMMAND = (
     *("name=e2e", f"steps={STEPS}", "checkpoint.every_steps=1"),
     *("sources.minirepo.groups_per_step=3", "sources.arith.groups_per_step=0", "eval.tasks=6"),
 )
+
+SECRETS = {"PLANTED_API_KEY": "open-sesame-4417/x", "DATABASE_PASSWORD": "correct-horse-battery"}
+"""In the environment of the run; no file and no line of it may hold their values."""
 
 pytestmark = pytest.mark.e2e
 
@@ -37,21 +42,52 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run killed with SIGKILL after its first checkpoint, then resumed to its end."""
     output = tmp_path_factory.mktemp("runs")
     command = (*COMMAND, f"output={output}")
+    environ = {**os.environ, **SECRETS}
     run = output / "e2e"
     log = output / "log.txt"
+    heard: set[tuple[str, str]] = set()
     with log.open("w") as out:
-        first = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=out, start_new_session=True)
+        first = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=out, start_new_session=True, env=environ)
         deadline = time.monotonic() + 300.0
         while not list(run.glob("checkpoints/step-*/state.json")):
             assert first.poll() is None and time.monotonic() < deadline, log.read_text()
-            time.sleep(0.2)
+            heard |= listeners(first.pid)
+            time.sleep(1.0)
+        (output / "listeners.json").write_text(json.dumps(sorted(heard)))
         os.kill(first.pid, signal.SIGKILL)
         first.wait()
         killed_after = len(lines(run / "metrics.jsonl"))
         assert 1 <= killed_after < STEPS, "the kill must fall between steps"
-        resumed = subprocess.run((*command, "--resume"), cwd=ROOT, stdout=out, stderr=out, timeout=400)
+        resumed = subprocess.run((*command, "--resume"), cwd=ROOT, stdout=out, stderr=out, timeout=400, env=environ)
     assert resumed.returncode == 0, log.read_text()
     return run
+
+
+def listeners(pid: int) -> set[tuple[str, str]]:
+    """(process, address) of every listening socket of a process and of what it has started."""
+    found = set()
+    driver = psutil.Process(pid)
+    for one in (driver, *driver.children(recursive=True)):
+        try:
+            connections = one.net_connections("inet")
+            found |= {(one.name(), c.laddr.ip) for c in connections if c.status == psutil.CONN_LISTEN}
+        except psutil.Error:  # it has just ended
+            continue
+    return found
+
+
+def test_nothing_that_a_run_starts_can_be_reached_from_another_machine(run_dir: Path) -> None:
+    heard = json.loads((run_dir.parent / "listeners.json").read_text())
+    names = " ".join(name for name, _ in heard)
+    assert all(part in names for part in ("gcs_server", "raylet", "Engine", "Rollout", "Grader", "Learner")), names
+    addresses = [(name, ipaddress.ip_address(address.removeprefix("::ffff:"))) for name, address in heard]
+    assert [(name, str(address)) for name, address in addresses if not address.is_loopback] == []
+
+
+def test_no_file_and_no_line_of_a_run_holds_a_secret_of_its_environment(run_dir: Path) -> None:
+    for path in (run_dir.parent / "log.txt", *(p for p in run_dir.rglob("*") if p.is_file())):
+        content = path.read_bytes()
+        assert not [name for name, value in SECRETS.items() if value.encode() in content], path
 
 
 def test_the_resumed_run_has_every_step_once(run_dir: Path) -> None:

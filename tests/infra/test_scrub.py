@@ -206,3 +206,17 @@ def test_a_command_that_fails_does_not_show_it(tmp_path: Path) -> None:
         )
         assert ended.returncode == 1
         assert "said ***" in ended.stderr and PLAIN not in ended.stderr + ended.stdout
+
+
+def test_what_a_failed_grading_says_is_clean_before_it_reaches_the_ledger() -> None:
+    from grader.exchange import GradeRequest, lost_reply
+
+    request = GradeRequest(
+        group_id="g",
+        task=None,  # type: ignore[arg-type]  # not looked at
+        base_state="",
+        trajectories=(),
+        order_seed=0,
+        submitted_unix_s=0.0,
+    )
+    assert lost_reply(request, f"said {PLAIN}", run_s=0.0).detail == "said ***"

@@ -141,3 +141,12 @@ def test_a_run_that_was_ended_for_standing_still_has_an_exit_code_of_its_own(
         main()
     assert ended.value.code == EXIT_STALLED == 3
     assert "nothing moved for 900 s" in capsys.readouterr().err
+
+
+def test_a_run_that_does_not_move_ends_as_stalled(tmp_path: Path) -> None:
+    from infra.watchdog import Stalled
+    from orchestrator.build import run_loop
+
+    run = Run(tmp_path, run_config(scheduler={"stall_after_s": 0.5, "abort_after_s": 1.0}), rollout_delay_s=60.0)
+    with pytest.raises(Stalled, match="abort_after_s"):
+        run_loop(run.scheduler.run())
