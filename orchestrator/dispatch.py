@@ -43,6 +43,7 @@ class Dispatcher:
         """`graded`: sources whose groups go to the graders."""
         self._limits = config.scheduler
         self._steps = config.steps
+        self._group_size = config.algorithm.group_size
         self._ledger = ledger
         self._mixer = mixer
         self._admission = admission
@@ -53,7 +54,8 @@ class Dispatcher:
         running one included. Without asynchronous training that is the step being collected, and no other."""
         limits = self._limits
         for name in sorted(now.probed):
-            if self._ledger.count(Stage.ROLLING, name) < limits.starve_probes:
+            # Trajectories, not groups: a group that hangs on its last one must not stand for a probe.
+            if self._ledger.rolling().get(name, 0) < limits.starve_probes * self._group_size:
                 return name
         if now.graded and not limits.overlap:
             return None

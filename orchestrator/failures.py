@@ -46,14 +46,19 @@ class Failures:
         Raises:
             StorageError: quarantine.jsonl cannot be written.
         """
-        changes = self._watch.attempt(trajectory)
+        out = self._quarantine.attempt(rolling, trajectory, now_s=self._clock.unix(), step=self._step())
+        # A broken task and its retries must not look like an outage; in a real one other tasks fail as well.
+        changes = [] if self.repeats(trajectory) else self._watch.attempt(trajectory)
         if changes:
             message = self._watch.message
             self._pauses.clear(MASKED) if message is None else self._pauses.set(MASKED, message)
-        out = self._quarantine.attempt(rolling, trajectory, now_s=self._clock.unix(), step=self._step())
         for alarm in (*changes, *out.values()):
             self._on_alarm(alarm)
         return list(out)
+
+    def repeats(self, trajectory: Trajectory) -> bool:
+        """Whether this failure only says again what is known of its task. Asked after `attempt`."""
+        return self._quarantine.repeats(trajectory)
 
     def quarantined(self, task_id: str) -> bool:
         """Whether the task is sampled no more, and its group not trained on."""

@@ -18,8 +18,8 @@ from rollout.trajectory import Status, Trajectory
 MASKED = "mask rate"
 """The pause's reason."""
 _EVERYTHING = "all sources"
-_RECOVERY = 4
-"""A fourth of the window decides whether the run goes on: what was lost before the pause counts no more."""
+_RECOVERY = 2
+"""Half a window of attempts since the pause decides whether the run goes on: fewer would end it by chance."""
 
 _REMEDIES = {
     Status.INFRA_SANDBOX: "see that sandboxes start (`gagar doctor`), and that their servers and disks are well",
@@ -109,7 +109,7 @@ class MaskWatch:
 
     def _change(self, name: str, window: _Window) -> Alarm | None:
         """A pause begins as soon as the rest of a full window could not bring the share down, so that no handful of
-        losses at the start of a run does it; it ends on a fourth of a window that came through since."""
+        losses at the start of a run does it; it ends on half a window that came through since."""
         if self._above is None:
             return None
         lost = window.masked.total()

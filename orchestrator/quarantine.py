@@ -2,8 +2,9 @@
 
 A verifier that cannot run, or a workspace that cannot be set up, is either the task's fault or an outage. It is the
 task's if it happens `scheduler.quarantine_after` times, over all slots and attempts, while not one trajectory of the
-task could be evaluated and evaluations of other tasks of the source went well. In an outage those fail too, and then
-nothing is quarantined: the run pauses instead (masking.py).
+task could be evaluated, and other tasks of the source went well before, meanwhile and after. In an outage those fail
+too, and then nothing is quarantined: the run pauses instead (masking.py). Tasks are counted, not attempts: one broken
+task with its many retries must not make another one beside it look like an outage.
 
 `quarantine.jsonl` is the one memory of it: a resume reads it back, and no checkpoint cuts it.
 """
@@ -24,11 +25,13 @@ BROKEN = frozenset({Status.INFRA_VERIFIER, Status.INFRA_SETUP})
 """Classes of a task that cannot be evaluated."""
 _KEPT_ERRORS = 5
 _ERROR_CHARS = 500
-_LATER = 16
-"""Evaluations of other tasks that count after the last failure of one. Later ones say nothing of its time: what broke
-in an outage must not look like the task's own fault when all is well again."""
-_WELL = 0.25
-"""Other tasks are evaluated well if no larger share of their evaluations fails than this."""
+_AROUND = 4
+"""Other tasks of the source that are looked at before the first failure of one, and after its last: with fewer on
+either side the last tasks of an outage would look broken as soon as all is well again."""
+_WELL = 3
+"""Other tasks that must have been evaluated since its first failure."""
+_BAD_SHARE = 0.25
+"""Of the others that are looked at, no larger share may have failed."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -45,20 +48,14 @@ class _Suspect:
     last_s: float = 0.0
     errors: list[str] = field(default_factory=list)
     """The last ones that differ."""
-    well: int = 0
-    """Evaluations of other tasks of the source between its first failure and its last."""
-    bad: int = 0
-    """Those of them that failed."""
-    later_well: int = 0
-    """The first ones since its last failure."""
-    later_bad: int = 0
+    before: Mapping[str, bool]
+    """Of the others, those evaluated last before its first failure: task -> whether that failed."""
+    others: dict[str, bool] = field(default_factory=dict)
+    """Those evaluated since: task -> whether all their evaluations failed."""
+    later: set[str] = field(default_factory=set)
+    """Those evaluated since its last failure."""
     complete: bool = False
     """Its group has ended: no more failures come."""
-
-    @property
-    def known(self) -> bool:
-        """Whether enough others have ended since its last failure."""
-        return self.later_well + self.later_bad >= _LATER
 
 
 class Quarantine:
@@ -73,6 +70,8 @@ class Quarantine:
         self._file = file
         self._out = {str(line["task_id"]) for line in past}
         self._suspects: dict[str, _Suspect] = {}
+        self._recent: dict[str, dict[str, bool]] = {}
+        """Source -> its tasks that were evaluated last, the newest last -> whether that failed."""
 
     def __contains__(self, task_id: str) -> bool:
         """Whether the task is out: it is not sampled any more, and its groups are not trained on."""
@@ -81,6 +80,14 @@ class Quarantine:
     def __len__(self) -> int:
         """Tasks that are out."""
         return len(self._out)
+
+    def repeats(self, trajectory: Trajectory) -> bool:
+        """Whether this failure only says again what is known of its task, and nothing of the infrastructure. Asked
+        after `attempt`."""
+        if self._after is None or trajectory.status not in BROKEN:
+            return False
+        suspect = self._suspects.get(trajectory.task_id)
+        return trajectory.task_id in self._out or (suspect is not None and suspect.failures > self._after)
 
     def complete(self, task_id: str) -> bool:
         """All trajectories of the task's group have ended; returns whether the task is out."""
@@ -111,13 +118,16 @@ class Quarantine:
         suspect = self._suspects.get(task_id)
         if suspect is None:
             suspect = self._suspects[task_id] = _Suspect(
-                group_id=rolling.group_id, source=trajectory.source, index=rolling.index, first_s=now_s
+                group_id=rolling.group_id,
+                source=trajectory.source,
+                index=rolling.index,
+                first_s=now_s,
+                before={n: failed for n, failed in self._recent[trajectory.source].items() if n != task_id},
             )
         error = (trajectory.error or "no message")[-_ERROR_CHARS:]
         suspect.failures += 1
         suspect.status, suspect.last_s = trajectory.status, now_s
-        suspect.well, suspect.bad = suspect.well + suspect.later_well, suspect.bad + suspect.later_bad
-        suspect.later_well = suspect.later_bad = 0
+        suspect.later.clear()
         if error not in suspect.errors:
             suspect.errors = [*suspect.errors, error][-_KEPT_ERRORS:]
 
@@ -126,17 +136,23 @@ class Quarantine:
         for name, s in list(self._suspects.items()):
             if s.source != source or name == task_id:
                 continue
-            if not s.known:
-                s.later_well += not failed
-                s.later_bad += failed
+            if len(s.later) < _AROUND or task_id in s.later:
+                s.later.add(task_id)
+                s.others[task_id] = failed and s.others.get(task_id, True)
             elif s.complete:
                 del self._suspects[name]
+        recent = self._recent.setdefault(source, {})
+        recent.pop(task_id, None)
+        recent[task_id] = failed
+        while len(recent) > _AROUND + 1:  # the task itself, and those before it
+            del recent[next(iter(recent))]
 
     def _broken(self, s: _Suspect) -> bool:
-        """Its every evaluation failed, and at least as many of other tasks went well, of which few failed."""
+        """It failed often enough, and others around it went well."""
         assert self._after is not None
-        well, bad = s.well + s.later_well, s.bad + s.later_bad
-        return s.failures >= self._after and well >= self._after and bad <= _WELL * (well + bad)
+        around = {**s.before, **s.others}
+        well = len(s.others) - sum(s.others.values())
+        return s.failures >= self._after and well >= _WELL and sum(around.values()) <= _BAD_SHARE * len(around)
 
     def _put_out(self, task_id: str, s: _Suspect, step: int) -> Alarm:
         del self._suspects[task_id]

@@ -60,15 +60,18 @@ class RolloutStage:
         self._waits = waits or Waits()
         self.paused = Paused(clock)
         self.slots = Slots(max(pool.occupancy()[1], 1))
-        self._queue: asyncio.PriorityQueue[tuple[int, int, int, int, RollingGroup]] = asyncio.PriorityQueue()
+        self._queue: asyncio.PriorityQueue[tuple[bool, int, int, int, int, RollingGroup]] = asyncio.PriorityQueue()
         self._calls: defaultdict[str, set[asyncio.Task[Any]]] = defaultdict(set)
         """Task id -> calls of its trajectories that run."""
 
-    def put(self, rolling: RollingGroup, slots: Sequence[int], *, attempt: int = 0, losses: int = 0) -> None:
+    def put(
+        self, rolling: RollingGroup, slots: Sequence[int], *, attempt: int = 0, losses: int = 0, late: bool = False
+    ) -> None:
         """Sample these slots of a group; `attempt` names the trajectories, `losses` counts towards `infra_retries`.
-        Groups admitted earlier come first, so that what is lost or was interrupted does not wait behind what is new."""
+        Groups admitted earlier come first, so that what is lost or was interrupted does not wait behind what is new;
+        what is `late` comes after all of them, and not for ever: what waits here keeps others from being admitted."""
         for slot in slots:
-            self._queue.put_nowait((rolling.number, slot, attempt, losses, rolling))
+            self._queue.put_nowait((late, rolling.number, slot, attempt, losses, rolling))
 
     async def run(self) -> None:
         """Consumes the queue; starts one trajectory a free slot. Unblocked by a freed slot."""
@@ -76,7 +79,7 @@ class RolloutStage:
             with self._waits.on("rollouts", "a free slot of the rollout pool", self._occupancy):
                 await self.slots.acquire()
             with self._waits.on("rollouts", "the queue of admitted groups", lambda: "empty"):
-                _, slot, attempt, losses, rolling = await self._queue.get()
+                _, _, slot, attempt, losses, rolling = await self._queue.get()
             self._spawn(self._one(rolling, slot, attempt, losses))
             del rolling
 
@@ -109,7 +112,9 @@ class RolloutStage:
         again = trajectory.status.masked and losses < self._config.infra_retries
         if again and not self._failures.quarantined(rolling.task.task_id):
             self._on_retry(trajectory)
-            self.put(rolling, [slot], attempt=attempt + 1, losses=losses + 1)
+            # What a broken task repeats waits behind all others: they tell whether it is the task's fault.
+            late = self._failures.repeats(trajectory)
+            self.put(rolling, [slot], attempt=attempt + 1, losses=losses + 1, late=late)
             return
         effective_s = self._clock.now() - start_s - (self.paused.total_s() - paused_s)
         member = Member(trajectory=trajectory, payload=payload, transcript=transcript, effective_s=effective_s)

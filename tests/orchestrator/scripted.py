@@ -27,6 +27,7 @@ from orchestrator.ledger import Ledger, LedgerLog, RollingGroup
 from orchestrator.ledger_store import KeptGroup, indices
 from orchestrator.loop import Parts, Scheduler
 from orchestrator.mixer import Mixer
+from orchestrator.quarantine import Quarantine
 from rollout.trajectory import Status, Trajectory, Transcript
 
 
@@ -305,6 +306,7 @@ class Run:
         kept: Sequence[KeptGroup] = (),
         taken: Sequence[KeptGroup] | None = None,
         checkpoint: Checkpoint | None = None,
+        quarantine: Quarantine | None = None,
         keep: int = 1,
         storage: Storage | None = None,
     ) -> None:
@@ -347,6 +349,7 @@ class Run:
             archive=archive,
             kept=kept,
             storage=storage,
+            quarantine=quarantine,
         )
 
     def on_step(self, scheduler: Scheduler, record: Any, stats: Any) -> None:
