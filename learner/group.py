@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from configs.schema import Aggregation, LearnerConfig, SupervisionConfig
 from infra import process
-from infra.errors import GagarError, LearnerError
+from infra.errors import GagarError, LearnerError, StorageError
 from infra.placement import Together, actor_options, asks
 from learner.loss import token_weights
 from learner.packing import Sample, plan
@@ -214,7 +214,11 @@ class LearnerGroup:
             raise PayloadsLost(reasons)
 
     async def save(self, folder: str | Path) -> None:
-        """Writes weights, optimiser state and counters into an existing or new folder that all ranks can reach."""
+        """Writes weights, optimiser state and counters into an existing or new folder that all ranks can reach.
+
+        Raises:
+            StorageError: the disk took nothing; with one rank, which is as it was and can be asked again.
+        """
         await self.on_ranks(RankCore.save, _absolute(folder), self.version)
 
     async def load(self, folder: str | Path) -> None:
@@ -312,13 +316,16 @@ class LearnerGroup:
         except RayError as error:
             raise self._failure(error, rank, doing) from error
 
-    def _failure(self, error: Exception, rank: int, doing: str) -> LearnerError:
-        """What Ray says of a rank's call, for the user."""
+    def _failure(self, error: Exception, rank: int, doing: str) -> LearnerError | StorageError:
+        """What Ray says of a rank's call, for the user. A disk that took nothing is one only for a lone rank, which can
+        try again: others may wait for it in a collective for ever, and have to be started anew."""
         from ray.exceptions import ActorDiedError, RayTaskError
 
         name = f"learner rank {rank} of {self.config.world_size}"
         if isinstance(error, RayTaskError):
             cause = error.cause
+            if isinstance(cause, StorageError) and self.config.world_size == 1:
+                return StorageError(f"{name}: {cause.message}")
             if isinstance(cause, GagarError):
                 return LearnerError(f"{name}: {cause.message}")
             return LearnerError(f"{name} failed in {doing} ({type(cause).__name__}: {cause})")

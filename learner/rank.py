@@ -27,6 +27,7 @@ from learner.loss import TokenLoss, nll, ppo_clip, ratio_mask, token_logprobs
 from learner.packing import Row, Sample, build_row
 from learner.phases import BACKWARD, FORWARD, OPTIMIZER, PACK, PhaseClock
 from learner.rank_setup import join, load_model
+from learner.rank_state import load_rng, on_disk, save_rng
 
 if TYPE_CHECKING:
     import torch
@@ -284,17 +285,20 @@ class RankCore:
     def save(self, folder: str, version: int = 0) -> None:
         """Writes weights, optimiser state and counters for an exact resume with the same ranks. Collective.
 
-        `version` is the policy version of the weights; `load` gives it back.
+        `version` is the policy version of the weights; `load` gives it back. Raises StorageError where the disk takes
+        nothing; the rank is as it was.
         """
-        self.engine.save_checkpoint(folder, tag=_TAG)
-        if self.rank == 0:
-            state = {
-                "steps": self.steps,
-                "version": version,
-                "world_size": self.world_size,
-                "zero_stage": self.config.zero_stage,
-            }
-            (Path(folder) / _STATE).write_text(json.dumps(state) + "\n")
+        with on_disk(folder):
+            self.engine.save_checkpoint(folder, tag=_TAG)
+            save_rng(folder, self.rank, cuda=self.config.device == "cuda")
+            if self.rank == 0:
+                state = {
+                    "steps": self.steps,
+                    "version": version,
+                    "world_size": self.world_size,
+                    "zero_stage": self.config.zero_stage,
+                }
+                (Path(folder) / _STATE).write_text(json.dumps(state) + "\n")
 
     def load(self, folder: str) -> int:
         """Restores what `save` wrote and returns the policy version. Collective.
@@ -313,6 +317,7 @@ class RankCore:
         loaded, _ = self.engine.load_checkpoint(folder, tag=_TAG, load_lr_scheduler_states=False)
         if loaded is None:
             raise LearnerError(f"DeepSpeed could not read the state in {folder}; resume from an earlier checkpoint")
+        load_rng(folder, self.rank, cuda=self.config.device == "cuda")
         self.steps = state["steps"]
         return int(state["version"])
 
@@ -326,12 +331,13 @@ class RankCore:
         if self.rank != 0:
             return
         target = Path(folder)
-        target.mkdir(parents=True, exist_ok=True)
-        for source in Path(self.config.model).iterdir():
-            if (
-                source.is_file()
-                and not source.name.endswith(_WEIGHT_FILES)
-                and source.name not in ("config.json", "README.md")
-            ):
-                shutil.copy2(source, target / source.name)
-        self.engine.module.save_pretrained(target, state_dict=weights)
+        with on_disk(folder):
+            target.mkdir(parents=True, exist_ok=True)
+            for source in Path(self.config.model).iterdir():
+                if (
+                    source.is_file()
+                    and not source.name.endswith(_WEIGHT_FILES)
+                    and source.name not in ("config.json", "README.md")
+                ):
+                    shutil.copy2(source, target / source.name)
+            self.engine.module.save_pretrained(target, state_dict=weights)

@@ -7,8 +7,11 @@ trajectories that infrastructure took (M1.3): they are dropped before the learne
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import os
+import resource
+import shutil
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -21,7 +24,7 @@ import pytest
 import torch
 
 from configs.schema import Aggregation, LearnerConfig, LossConfig, OptimizerConfig, PpoClipLoss, SupervisionConfig
-from infra.errors import ConfigError, LearnerError
+from infra.errors import ConfigError, LearnerError, StorageError
 from learner.group import BatchItem, LearnerGroup, PayloadsLost, StepStats
 from learner.loss import token_weights
 from learner.packing import Sample, plan
@@ -244,6 +247,45 @@ def test_resume_is_exact(start_model: str, rolled: list[Rolled], zero_stage: int
     assert resumed == applied
     assert resumed.lr == pytest.approx(1e-2 * 2 / 4)  # second of three warm-up steps
     assert all(torch.equal(tensor, want[name]) for name, tensor in again.named_full_parameters())
+
+
+def test_resume_is_exact_where_random_numbers_are_drawn(
+    start_model: str, rolled: list[Rolled], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With dropout the next step depends on where the generator stands."""
+    model = tmp_path / "model"
+    shutil.copytree(start_model, model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "attention_dropout": 0.2}))
+    rows = rows_of(items_of(rolled), Aggregation.TOKEN_MEAN, 1, FOUR_ROWS)[0]
+    core = lone_core(str(model), zero_stage=0)
+    torch.manual_seed(11)
+    core.step(rows, version=0)
+    core.save(str(tmp_path / "state"), 1)
+    sums, applied = core.step(rows, version=0)
+    again = lone_core(str(model), zero_stage=0)
+    torch.manual_seed(12)
+    drawn, _ = again.accumulate(rows, version=0), again.engine.zero_grad()
+    again.load(str(tmp_path / "state"))
+    assert drawn.loss != sums.loss, "dropout draws"
+    resumed_sums, resumed = again.step(rows, version=0)
+    assert (resumed_sums.loss, resumed) == (sums.loss, applied)
+
+
+@pytest.mark.parametrize("what", ["save", "export_hf"])
+def test_a_full_disk_is_no_fault_of_the_rank(start_model: str, what: str, tmp_path: Path) -> None:
+    """Files of this process may not grow beyond 64 KiB for a while, as torch's and safetensors' writers see it."""
+    core = lone_core(start_model)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (65536, hard))
+    try:
+        with pytest.raises(StorageError, match=r"part: cannot be written .*free space"):
+            getattr(core, what)(str(tmp_path / "part"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    getattr(core, what)(str(tmp_path / "part"))
+    with pytest.raises(LearnerError, match="holds no learner state"):
+        core.load(str(tmp_path / "none"))
 
 
 def test_resume_refuses_what_is_not_there_or_from_other_ranks(start_model: str, tmp_path: Path) -> None:
