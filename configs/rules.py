@@ -187,6 +187,9 @@ def time_budgets(config: RunConfig) -> Iterator[Problem]:
     slowest = [("rollout.limits.wall_s", limits.wall_s, "lost trajectories are masked")]
     if config.grader is not None:
         slowest.append(("grader.timeout_s", config.grader.timeout_s, "a slow grading falls back"))
+        if isinstance(config.grader.backend, EndpointGraderBackend):
+            wait_s = config.grader.endpoint_wait_s
+            slowest.append(("grader.endpoint_wait_s", wait_s, "groups that wait for a lost endpoint fall back"))
     late = next(((key, limit, what) for key, limit, what in slowest if scheduler.abort_after_s <= limit), None)
     if scheduler.abort_after_s <= scheduler.stall_after_s:
         yield _problem(
@@ -203,6 +206,14 @@ def time_budgets(config: RunConfig) -> Iterator[Problem]:
 
 
 # ---- the grader ----------------------------------------------------------------------------------------------------
+
+
+def failures(config: RunConfig) -> Iterator[Problem]:
+    """M1.3: settings of a pause that is off, and of an endpoint that is not there."""
+    if config.scheduler.pause_masked_above is None:
+        yield from _idle(config, "scheduler.pause_masked_window", "scheduler.pause_masked_above is null")
+    if config.grader is not None and isinstance(config.grader.backend, VllmGraderBackend):
+        yield from _idle(config, "grader.endpoint_wait_s", "grader.backend.type = vllm has no endpoint")
 
 
 def _grader_context(grader: GraderConfig) -> int | None:
@@ -684,6 +695,7 @@ RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     grading,
     token_budgets,
     time_budgets,
+    failures,
     grader_budget,
     grader_mode,
     canaries,

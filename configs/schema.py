@@ -679,7 +679,7 @@ class SchedulerConfig(Section):
     """Training pauses while a larger share of the last rollouts, of the run or of one source, was lost to
     infrastructure, retries included; probes go on, and with them the run; null: it trains on what is left."""
     pause_masked_window: PositiveInt = 64
-    """Rollouts that the share is counted over; a fourth of them decides when to go on."""
+    """Rollouts that the share is counted over; half as many decide when to go on."""
     quarantine_after: PositiveInt | None = 3
     """Failures of a verifier or of a workspace's set-up that put a task in quarantine, if it was never evaluated and
     other tasks of its source are: it is sampled no more in this run (M1.3); null: never."""

@@ -208,6 +208,8 @@ def _trajectories(out: Metrics, facts: StepFacts) -> None:
             name = status.value.removeprefix("infra_")
             out.share(f"infra/mask_rate/{name}", masked[status.value], len(ended))
     out.scalars["infra/retries"] = float(sum(facts.retries.values()))
+    for kind, count in _failures(facts, masked).items():
+        out.scalars[f"infra/failures/{kind}"] = float(count)
     valid = [t for t in ended if t["valid"]]
     out.share("trajectories/pass_rate", sum(bool(t["passed"]) for t in valid), len(valid))
     for key in ("turns", "response_tokens"):
@@ -215,6 +217,30 @@ def _trajectories(out: Metrics, facts: StepFacts) -> None:
         out.mean(f"trajectories/{key}_mean", values)
         out.percentiles(f"trajectories/{key}", values)
         out.histogram(f"trajectories/{key}", values)
+
+
+_GRADERS = {
+    FallbackReason.WORKER_LOST: "grader",
+    FallbackReason.GRADER_ERROR: "grader",
+    FallbackReason.ENGINE_ERROR: "grader",
+    FallbackReason.ENDPOINT_LOST: "network",
+}
+"""Fallbacks for which infrastructure is to blame, and its class."""
+
+
+def _failures(facts: StepFacts, masked: Mapping[str, int]) -> Counter[str]:
+    """By class: attempts at rollouts that were lost, sampled again or not, groups that lost their payloads, and
+    gradings that were lost. What was cancelled did not fail."""
+    failures: Counter[str] = Counter()
+    for lost in (masked, facts.retries):
+        for status, count in lost.items():
+            if status != Status.INFRA_CANCELLED:
+                failures[status.removeprefix("infra_")] += count
+    for record in facts.records:
+        failures["storage"] += record["outcome"] == "failed"
+        if (kind := _GRADERS.get(record["fallback_reason"])) is not None:
+            failures[kind] += 1
+    return +failures
 
 
 def _sources(out: Metrics, facts: StepFacts) -> None:

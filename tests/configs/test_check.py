@@ -244,6 +244,18 @@ ONE_PROBLEM: list[tuple[tuple[str, ...], str]] = [
         ("grader.timeout_s=2400",),
         "scheduler.abort_after_s = 900.0: is not above grader.timeout_s = 2400: the run could end before a slow",
     ),
+    (
+        (NATIVE % ("", ", endpoint_wait_s: 900"),),
+        "scheduler.abort_after_s = 900.0: is not above grader.endpoint_wait_s = 900: the run could end before groups",
+    ),
+    (
+        ("grader.endpoint_wait_s=60",),
+        "grader.endpoint_wait_s = 60.0: has no effect, because grader.backend.type = vllm has no endpoint",
+    ),
+    (
+        ("scheduler.pause_masked_above=null", "scheduler.pause_masked_window=32"),
+        "scheduler.pause_masked_window = 32: has no effect, because scheduler.pause_masked_above is null",
+    ),
     (("scheduler.abort_after_s=50",), "scheduler.abort_after_s = 50.0: is not above stall_after_s = 50"),
     (
         ("grader.max_tokens=1024",),

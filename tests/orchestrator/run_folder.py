@@ -9,14 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from configs.schema import ArithSource, GraderConfig, MinirepoSource, OversamplingConfig, WandbConfig
+from envs.task import ExactAnswer, Split, Task, TaskKind
 from grader.verdict import FallbackReason
 from infra.spans import Span
 from infra.telemetry import Telemetry
 from learner.group import StepStats
 from orchestrator.admission import Admission
 from orchestrator.alarms import GraderWatch
+from orchestrator.masking import MaskWatch
 from orchestrator.metrics import Metrics, StepFacts, step_metrics
 from orchestrator.mixer import Mixer
+from rollout.trajectory import Status
+from rollout.worker import lost_trajectory
 
 SCORES = {"approach": 5, "precision": 5, "minimality": 4, "side_effects": 5, "consistency": 4}
 
@@ -229,7 +233,19 @@ def supply() -> dict[str, float]:
     mixer.sources["minirepo"].accepted_total = mixer.sources["minirepo"].trained_total = 1
     admission = Admission(sources, group_size=4, longest_tokens=1000, kv_tokens_per_engine=100_000)
     rolling = {"minirepo": 4, "arith": 0}
-    return {**mixer.scalars(rolling), **admission.scalars(rolling)}
+    watch = MaskWatch(["minirepo"], above=0.5, window=64)
+    task = Task(
+        task_id="t",
+        source="minirepo",
+        kind=TaskKind.SINGLE_TURN,
+        split=Split.TRAIN,
+        statement="",
+        files={},
+        verifier=ExactAnswer(answer=""),
+    )
+    watch.attempt(lost_trajectory(task, "g/0.0", "g", Status.INFRA_WORKER, "gone", 0.0))
+    quarantined = {"infra/quarantined_tasks": 0.0}
+    return {**mixer.scalars(rolling), **admission.scalars(rolling), **dict(watch.scalars()), **quarantined}
 
 
 def facts(**changes: Any) -> StepFacts:

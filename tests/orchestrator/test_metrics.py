@@ -27,6 +27,7 @@ def test_each_emitted_name_is_documented_and_each_documented_name_is_emitted() -
     names = {*metrics.scalars, *metrics.histograms}
     general = {re.sub(r"/(minirepo|arith)(?=/|$)", "/{source}", n) for n in names}
     general = {re.sub(r"^(grading/fallback_rate)/timeout$", r"\1/{reason}", n) for n in general}
+    general = {re.sub(r"^(infra/failures)/\w+$", r"\1/{class}", n) for n in general}
     scaled = {name for name in documented() if name.startswith("pool/")}  # of tests/orchestrator/test_scaling.py
     assert general | scaled == documented()
 
@@ -103,12 +104,14 @@ def test_groups_and_masks_are_counted_over_all_that_ended() -> None:
     scalars = step_metrics(facts()).scalars
     assert scalars["groups/trained"] == 4.0
     skipped = {k.rpartition("/")[2]: v for k, v in scalars.items() if k.startswith("groups/skipped/")}
-    assert skipped == {"all_pass": 1.0, "all_fail": 1.0, "broken_task": 0.0, "too_few_valid": 1.0}
+    assert skipped == {"all_pass": 1.0, "all_fail": 1.0, "broken_task": 0.0, "quarantined": 0.0, "too_few_valid": 1.0}
     # 19 trajectories, 2 of them masked.
     assert scalars["infra/mask_rate"] == pytest.approx(2 / 19)
     assert scalars["infra/mask_rate/sandbox"] == scalars["infra/mask_rate/wall"] == pytest.approx(1 / 19)
     assert scalars["infra/mask_rate/engine"] == scalars["infra/mask_rate/verifier"] == 0.0
     assert scalars["infra/retries"] == 2.0
+    failures = {k.rpartition("/")[2]: v for k, v in scalars.items() if k.startswith("infra/failures/")}
+    assert failures == {"sandbox": 1 + 2, "wall": 1}, "masked and sampled again; a grader's time limit is no failure"
     # 17 valid ones: 2 + 2 + 1 + 0 + 2 + 1 + 1 passed.
     assert scalars["trajectories/pass_rate"] == pytest.approx(9 / 17)
     assert scalars["pass_rate/arith"] == scalars["reward/arith"] == 0.5
