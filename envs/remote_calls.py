@@ -217,10 +217,11 @@ class Link:
     def exception_class(self, content: Any) -> type:
         """A class of exceptions of the tested code for `assertRaises`: the standard library's own, or made anew."""
         name, module = str(content["name"]), str(content["module"])
-        known = getattr(sys.modules.get(module), name, None)
         # Never those by which unittest steers itself.
-        if module.partition(".")[0] in STANDARD - {"unittest"} and isinstance(known, type):
-            return known
+        if module.partition(".")[0] in STANDARD - {"unittest"}:
+            known = getattr(sys.modules.get(module), name, None)
+            if isinstance(known, type) and issubclass(known, Exception):
+                return known
 
         def attribute(error: Any, name: str) -> Any:
             if name.startswith("_"):
