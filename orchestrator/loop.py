@@ -267,6 +267,7 @@ class Scheduler:
     async def _take(self, rolling: RollingGroup, slot: int, member: Member) -> None:
         """A trajectory ended. A complete group is skipped, sent to the graders, or made ready at once."""
         trajectory = member.trajectory
+        self._record.unwritten += trajectory.unwritten
         if not trajectory.status.masked:
             self.moved_s = self.clock.now()
             self.admission.observe(trajectory.source, trajectory.total_tokens)

@@ -96,6 +96,7 @@ class RunObserver:
         metrics.scalars.update(self.figures())
         if self._telemetry.storage is not None:
             metrics.scalars.update(self._telemetry.storage.scalars())
+            metrics.scalars["storage/rollouts_unwritten"] = float(record.unwritten)
         self._telemetry.log_step(scheduler.step, metrics.scalars, metrics.histograms)
         for line in record.records:
             (self._trained if line["outcome"] == "trained" else self._skipped)[line["source"]] += 1

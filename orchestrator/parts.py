@@ -42,6 +42,8 @@ class StepRecord:
     """Audit records of the groups that ended."""
     retries: Counter[str] = field(default_factory=Counter)
     """Trajectories sampled again, by the status of the lost one."""
+    unwritten: int = 0
+    """Trajectories that ended and whose file the disk did not take."""
 
 
 class Observer(Protocol):

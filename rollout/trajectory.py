@@ -117,5 +117,7 @@ class Trajectory:
     """For masked trajectories: what was lost."""
     worker: str | None = None
     """Who ran it: the worker's process as "node:pid", or the name of the actor that was lost; None if nobody did."""
+    unwritten: bool = False
+    """The disk did not take its file: a resume samples it again, all else goes on (rollout/spool.py)."""
     tampered: tuple[str, ...] = ()
     """Files that decide how the code is tested and that its patch changed; put back before the tests ran."""

@@ -72,7 +72,8 @@ class RolloutWorker:
             trajectory = replace(trajectory, worker=self._name)
             wanted = task.split is Split.TRAIN and not trajectory.status.masked
             if self._keep is not None and payload is not None and wanted:
-                await asyncio.to_thread(self._write, self._keep, trajectory, payload, transcript)
+                written = await asyncio.to_thread(self._write, self._keep, trajectory, payload, transcript)
+                trajectory = replace(trajectory, unwritten=not written)
             return trajectory, payload, transcript
         except Exception as error:
             logging.getLogger(__name__).exception("trajectory %s failed", trajectory_id)
@@ -87,12 +88,14 @@ class RolloutWorker:
         """A rollout that an earlier session of the run finished, as `rollout` returned it. Raises StorageError."""
         return read_rollout(path)
 
-    def _write(self, folder: Path, trajectory: Trajectory, payload: Payload, transcript: Transcript) -> None:
-        """A disk that takes no more costs a resume this rollout, not the run."""
+    def _write(self, folder: Path, trajectory: Trajectory, payload: Payload, transcript: Transcript) -> bool:
+        """Whether it is on the disk. One that takes no more costs a resume this rollout, not the run."""
         try:
             write_rollout(folder, trajectory, payload, transcript)
         except StorageError as error:
             logging.getLogger(__name__).error("%s", error)
+            return False
+        return True
 
 
 def lost_trajectory(

@@ -48,7 +48,7 @@ async def test_finished_training_rollouts_are_kept_and_come_back(tokenizer_dir: 
     await worker.rollout(replace(QUESTION, split=Split.HELDOUT), "eval/0.0", "eval")
     (path,) = (tmp_path / "rollouts").rglob("*.npz")
     trajectory, payload, transcript = await worker.restore(path)
-    assert (trajectory, transcript) == (made[0], made[2])
+    assert (trajectory, transcript) == (made[0], made[2]) and not trajectory.unwritten
     assert payload.sha256() == trajectory.payload_sha256
 
 
@@ -57,7 +57,7 @@ async def test_a_full_disk_costs_a_resume_its_rollouts_and_the_run_nothing(token
     answer = ChatFormat.load(tokenizer_dir).reply("42")
     worker = RolloutWorker(RolloutConfig(), tokenizer_dir, answering(answer), tmp_path / "rollouts")
     trajectory, payload, _ = await worker.rollout(QUESTION, "g/0.0", "g")
-    assert trajectory.passed is True and payload is not None
+    assert trajectory.passed is True and payload is not None and trajectory.unwritten
 
 
 async def test_a_fault_of_ours_masks_one_trajectory(tokenizer_dir: str) -> None:
