@@ -8,14 +8,16 @@
 
 A cell is one part, fault and phase. It is ok if the part worked again within the limit (what it began after the fault
 has ended), the run then did another step, nothing that hangs is left, and a part that was only slow was not lost. After
-a cell whose driver has ended the run is resumed for the next. Where `gagar train` knows --restarts it watches over its
-driver; `driver` cells are ok only then. `node` cells are left out unless named: they need a cluster, which is then made
-on this machine, with the rollouts on a node of their own, and another node five seconds after the fault.
+a cell whose run has ended it is resumed for the next. The driver is watched over by supervision.driver_restarts. `node`
+cells are left out unless named: they need a cluster, which is then made on this machine, with the rollouts on a node of
+their own, and another node five seconds after the fault.
 
-At the end the run is stopped with SIGTERM, and its files are held against tests/bench/record.py. Sampling cannot be
-repeated bit by bit across faults (see docs/operations.md), a reward can: every graded trajectory is verified once more
-from its stored patch, in a fresh sandbox with nothing broken, and the reward must be the same. A masked trajectory must
-have none (M1.3). Results: FOLDER/faults.json and FOLDER/faults.md.
+At the end the run is stopped with SIGTERM, and its files are held against tests/bench/record.py. Rewards are checked in
+two ways. Weights do not change (a learning rate of 1e-30), and what an engine samples follows from weights, prompt and
+request alone; so a run of `--reference` steps with the same seed and no faults must give every trajectory that was not
+lost the same reward. It can differ where the policy read a clock, as in "Ran 8 tests in 0.008s": those, told by another
+number of tokens, are counted apart. And every graded trajectory is verified once more from its stored patch, in a fresh
+sandbox with nothing broken. A masked trajectory must have no reward (M1.3). Results: FOLDER/faults.json and faults.md.
 """
 
 from __future__ import annotations
@@ -23,9 +25,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import signal
-import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -37,6 +37,7 @@ from configs.schema import RunConfig
 from tests.bench import driven, victims
 from tests.bench.driven import Driven
 from tests.bench.record import Expected, Promise, look
+from tests.bench.rewards import compared, group_lines, verified_again
 from tests.bench.victims import FAULTS, PARTS, Engines, Tail, Watch
 
 NAME = "faults"
@@ -72,7 +73,7 @@ class Cell:
     step_s: float | None = None
     """Until the next step was done."""
     lost: int = 0
-    """Lines of trajectories that were lost and sampled again, or grades that fell back, in groups that ended since."""
+    """Trajectories that were sampled again, and grades that fell back because their grader was lost."""
     driver_ended: bool = False
 
 
@@ -89,8 +90,6 @@ class Session:
     promise: Promise | None = None
     faults: list[str] = field(default_factory=list)
     starts: int = 0
-    supervised: bool = False
-    """Whether `gagar train` can watch over its own driver."""
     nodes: Nodes | None = None
 
     @property
@@ -102,8 +101,6 @@ class Session:
         resume = (self.run_dir / "config.yaml").exists()
         more = self.nodes.overrides if self.nodes else ()
         command = driven.train(self.args.config, *self.overrides, *more, resume=resume)
-        if self.supervised:
-            command += ["--restarts", "100"]
         metrics = self.run_dir / "metrics.jsonl"
         steps = driven.lines(metrics)
         run = self.run = Driven(command, console=self.out / "console" / f"{self.starts:02d}.txt")
@@ -179,6 +176,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", metavar="PART[:FAULT[:PHASE]]", default=[])
     parser.add_argument("--limit", type=float, default=240.0, help="seconds until a cell must be over")
+    parser.add_argument("--reference", type=int, default=8, help="steps of the run without faults; 0: none")
     parser.add_argument("--config", type=Path, default=driven.ROOT / "configs" / "quickstart.yaml")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
@@ -191,7 +189,8 @@ def main() -> None:
     driven.adopt_orphans()
     overrides = [
         *(f"name={NAME}", f"output={out}", "steps=1000000", "eval=null", "checkpoint.every_steps=1"),
-        *("telemetry.wandb.mode=offline", *args.overrides),
+        *("telemetry.wandb.mode=offline", "supervision.driver_restarts=100", "learner.optimizer.lr=1e-30"),
+        *args.overrides,
     ]
     config = load_run(args.config, overrides).config
     expected = Expected(
@@ -199,10 +198,7 @@ def main() -> None:
         max_staleness=config.scheduler.staleness,
         every_steps=1,
     )
-    known = subprocess.run([*driven.train(args.config), "--help"], cwd=driven.ROOT, capture_output=True, text=True)
-    session = Session(
-        args=args, out=out, overrides=overrides, expected=expected, supervised="--restarts" in known.stdout
-    )
+    session = Session(args=args, out=out, overrides=overrides, expected=expected)
     for cell in cells:
         _one(session, cell)
         print(json.dumps(asdict(cell)), flush=True)
@@ -212,6 +208,8 @@ def main() -> None:
         session.stop(signal.SIGTERM)
     rewards = asyncio.run(verified_again(session.run_dir))
     session.faults += rewards["faults"]
+    if args.reference:
+        rewards |= _reference(session, args)
     result = _write(out, config, cells, session, rewards)
     print((out / "faults.md").read_text(), flush=True)
     raise SystemExit(0 if result["ok"] else 1)
@@ -272,8 +270,11 @@ def _one(session: Session, cell: Cell) -> None:
                     cell.noticed_s, cell.noticed = round(now_s, 1), line[:160]
                     break
         for span in spans.rows():
-            if cell.recovered_s is None and span.get("name") == work and span["start_s"] > hit.at_s:
+            if span.get("start_s", 0.0) <= hit.at_s:
+                continue
+            if cell.recovered_s is None and span["name"] == work:
                 cell.recovered_s = round(now_s, 1)
+            cell.lost += span["name"] == "rollout" and not span["trajectory_id"].endswith(".0")
         for _ in metrics.rows():
             steps_after += cell.recovered_s is not None
             cell.step_s = cell.step_s or round(now_s, 1)
@@ -281,9 +282,7 @@ def _one(session: Session, cell: Cell) -> None:
                 cell.recovered_s = round(now_s, 1)
         if steps_after and (cell.fault != "slow" or now_s > victims.SLOW_S + SETTLE_S):
             break
-    rows = groups.rows()
-    cell.lost = sum(not t["id"].endswith(".0") or not t["valid"] for g in rows for t in g["trajectories"])
-    cell.lost += sum(g["fallback_reason"] == "worker_lost" for g in rows)
+    cell.lost += sum(g["fallback_reason"] == "worker_lost" for g in groups.rows())
     _judge(session, cell, hit, steps_after)
 
 
@@ -313,54 +312,19 @@ def _judge(session: Session, cell: Cell, hit: victims.Hit, steps_after: int) -> 
         session.stop(signal.SIGKILL)  # else the next cell would meet this one's fault
 
 
-# ---- rewards --------------------------------------------------------------------------------------------------------
-
-
-async def verified_again(run_dir: Path) -> dict[str, Any]:
-    """Every archived trajectory's patch, verified in a fresh sandbox: the reward must be the one of groups.jsonl."""
-    from configs.schema import JailSandbox
-    from envs.jail import JailProvider
-    from envs.task import HiddenTests
-    from envs.verifier import verify_patch
-    from grader.stored import read_archive
-
-    faults: list[str] = []
-    checked = retried = masked = 0
-    path = run_dir / "groups.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    rewards = {t["id"]: t for g in lines for t in g["trajectories"]}
-    for trajectory in rewards.values():
-        if not trajectory["valid"]:
-            masked += 1
-            if trajectory["reward"] is not None or trajectory["advantage"] is not None:
-                faults.append(f"{trajectory['id']}: masked ({trajectory['status']}), and has a reward or an advantage")
-    provider = JailProvider(JailSandbox())
-    gate = asyncio.Semaphore(max(os.cpu_count() or 2, 2))
-
-    async def one(task: Any, trajectory_id: str, patch: str) -> None:
-        nonlocal checked, retried
-        async with gate:
-            verdict = await verify_patch(task, patch, provider)
-        checked += 1
-        retried += not trajectory_id.endswith(".0")
-        given = rewards[trajectory_id]["outcome_reward"]
-        if verdict.reward != given:
-            faults.append(f"{trajectory_id}: reward {given}, verified again {verdict.reward}")
-
-    groups = [read_archive(file) for file in sorted((run_dir / "archive").glob("*.json.gz"))]
-    try:
-        await asyncio.gather(
-            *(
-                one(group.task, transcript.trajectory_id, transcript.patch)
-                for group in groups
-                if isinstance(group.task.verifier, HiddenTests)
-                for transcript in group.transcripts
-                if transcript.trajectory_id in rewards
-            )
-        )
-    finally:
-        await provider.close()
-    return {"verified_again": checked, "of_retries": retried, "masked": masked, "faults": faults}
+def _reference(session: Session, args: argparse.Namespace) -> dict[str, Any]:
+    """The same run without faults, and what of it differs."""
+    overrides = [*session.overrides, "name=reference", f"steps={args.reference}"]
+    run = Driven(driven.train(args.config, *overrides), console=session.out / "console" / "reference.txt")
+    driven.wait_for(lambda: run.ended, START_S + args.limit * args.reference, 0.2)
+    run.signal(signal.SIGKILL)
+    run.gone(60.0)
+    run.clean()
+    if run.process.returncode:
+        session.faults.append(f"the run without faults ended with {run.process.returncode}: {run.text()[-600:]}")
+    found = compared(group_lines(session.run_dir), group_lines(session.out / "reference"))
+    session.faults += found.pop("different")
+    return found
 
 
 # ---- results --------------------------------------------------------------------------------------------------------
@@ -386,12 +350,7 @@ def _write(
         mark = "ok" if c.ok else "FAILED"
         rows.append(f"| {c.part} | {c.fault} | {c.phase} | {mark} | {' | '.join(times)} | {c.lost} | {why} |")
     if rewards is not None:
-        again, retries, masked = (rewards[k] for k in ("verified_again", "of_retries", "masked"))
-        rows += [
-            "",
-            f"{sum(c.ok for c in done)} of {len(done)} cells; {again} rewards verified again ({retries} of attempts "
-            f"after a loss), {masked} trajectories masked.",
-        ]
+        rows += ["", f"{sum(c.ok for c in done)} of {len(done)} cells; rewards: {json.dumps(rewards)}"]
     rows += [f"- fault: {fault[:300]}" for fault in session.faults]
     (out / "faults.md").write_text("\n".join(rows) + "\n")
     return result

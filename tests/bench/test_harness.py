@@ -18,7 +18,9 @@ from safetensors.numpy import save_file
 from orchestrator.ledger_store import LedgerStore
 from orchestrator.manifest import write_manifest
 from tests.bench import driven
+from tests.bench.faults import chosen
 from tests.bench.record import Expected, look
+from tests.bench.rewards import compared
 from tests.bench.soak import theil_sen
 
 EXPECTED = Expected(quotas={"arith": 1}, max_staleness=2, every_steps=1)
@@ -187,6 +189,33 @@ def test_roles_of_command_lines() -> None:
     assert driven.role("ray::RolloutWorker.rollout") == "rollout worker"
     assert driven.role("/v/bin/wandb-core --port-filename /tmp/x") == "wandb"
     assert driven.role("python3 -m unittest -q") == "other"
+
+
+def test_rewards_are_compared_by_trajectory() -> None:
+    def line(reward: float, tokens: int = 9, name: str = "a/0.0", valid: bool = True) -> dict[str, Any]:
+        t = {"id": name, "valid": valid, "turns": 2, "response_tokens": tokens, "outcome_reward": reward}
+        return {"trajectories": [t]}
+
+    found = compared(
+        [
+            line(1.0),
+            line(0.0, name="b/0.0"),
+            line(1.0, 8, "c/0.0"),
+            line(0.0, name="d/1.1"),
+            line(0.0, 9, "e/0.0", False),
+        ],
+        [line(1.0), line(1.0, name="b/0.0"), line(1.0, 9, "c/0.0"), line(1.0, name="d/1.0"), line(1.0, 9, "e/0.0")],
+    )
+    assert (found["same_as_without_faults"], found["sampled_otherwise"]) == (1, 1)
+    assert found["different"] == ["b/0.0: reward 0.0, without faults 1.0"]
+
+
+@pytest.mark.parametrize(
+    ("only", "cells"), [([], 57), (["learner:killed"], 4), (["wandb", "node:hung:learning"], 4), (["nothing"], 0)]
+)
+def test_cells_are_selected(only: list[str], cells: int) -> None:
+    found = chosen(only)
+    assert len(found) == cells
 
 
 def test_theil_sen_by_hand() -> None:

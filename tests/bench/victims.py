@@ -227,4 +227,5 @@ NOTICED = re.compile(
 def noticed(line: str) -> bool:
     """Whether a line of the console says that something is wrong, and is no line of progress or of a step."""
     text = _EVENT.sub("", line)
-    return NOTICED.search(text) is not None and not text.startswith("step ")
+    event = text != line or line.startswith("gagar")  # else it is Ray's
+    return event and NOTICED.search(text) is not None and not text.startswith("step ")
