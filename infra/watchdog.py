@@ -183,7 +183,7 @@ class Watchdog:
             if first:
                 found, silent = self._collect()
             text = report(self.headline(still_s), self.waits.now(), pools, found, silent_s=silent_s)
-            self._say(scrub(text))
+            self._say(text)
             if first:
                 self._folder = self._write(text, found, silent)
                 self._say(f"stacks of {len(found) + 1} processes: {self._folder}")
