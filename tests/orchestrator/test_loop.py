@@ -93,6 +93,31 @@ def test_only_the_lost_trajectory_is_sampled_again(tmp_path: Path) -> None:
     assert min(run.retries["infra_sandbox"], run.retries["infra_worker"]) >= trained
 
 
+def test_a_result_that_is_lost_from_the_object_store_is_sampled_again(tmp_path: Path) -> None:
+    def rollout(task: Task, trajectory_id: str, group_id: str) -> Trajectory:
+        if trajectory_id.endswith("/1.0"):
+            raise ObjectLostError("0" * 40, "", "")
+        return even_slots_pass(task, trajectory_id, group_id)
+
+    run = Run(tmp_path, run_config(steps=1), rollout=rollout)
+    groups = run.go()
+    assert all([t["id"].split("/")[1] for t in g["trajectories"]] == ["0.0", "1.1", "2.0", "3.0"] for g in groups)
+    assert set(run.retries) == {"infra_storage"}
+
+
+def test_a_lost_worker_is_named_and_no_sandbox_is_blamed(tmp_path: Path) -> None:
+    def rollout(task: Task, trajectory_id: str, group_id: str) -> Trajectory:
+        if "/1." in trajectory_id:
+            raise ActorLost("rollout-7", "rollout", "its node died")
+        return even_slots_pass(task, trajectory_id, group_id)
+
+    run = Run(tmp_path, run_config(steps=1, rollout={"infra_retries": 0}), rollout=rollout)
+    for g in run.go():
+        lost = g["trajectories"][1]
+        assert (lost["status"], lost["worker"], lost["valid"]) == ("infra_worker", "rollout-7", False)
+        assert "its node died" in lost["error"]
+
+
 def test_a_trajectory_that_stays_lost_is_masked_and_leaves_the_statistics(tmp_path: Path) -> None:
     def rollout(task: Task, trajectory_id: str, group_id: str) -> Trajectory:
         if "/0." in trajectory_id:

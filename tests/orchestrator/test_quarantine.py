@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+from html_page import Page
+from rich.console import Console
+from run_folder import make_run
 from scripted import MemoryLog, Run, ScriptedPool, ScriptedSource, even_slots_pass, run_config, trajectory
 
 from envs.task import Split, Task, TaskKind
 from infra.sinks import JsonlFile
 from orchestrator.ledger import Member, RollingGroup
+from orchestrator.progress import ProgressSnapshot
 from orchestrator.quarantine import Quarantine
+from orchestrator.report import write_report
 from orchestrator.runfiles import QUARANTINE, read_jsonl
+from orchestrator.status import print_status, write_status
 from rollout.trajectory import Status, Trajectory
 
 BROKEN = "code-000001"
@@ -247,3 +254,42 @@ def test_null_puts_nothing_out() -> None:
     a.fails(0, 20)
     a.works(*range(1, 20))
     assert a.out == []
+
+
+SNAPSHOT = ProgressSnapshot(
+    step=3,
+    total_steps=12,
+    activity="waiting",
+    activity_s=2.0,
+    pools={},
+    sources={},
+    living=0,
+    max_living=12,
+    oldest_rollout_s=None,
+    oldest_grading_s=None,
+    cap_rate=None,
+)
+
+
+def shown(run_dir: Path) -> tuple[int, str]:
+    out = io.StringIO()
+    code = print_status(run_dir, console=Console(file=out, width=160))
+    return code, out.getvalue()
+
+
+def test_status_and_report_list_what_is_out(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    write_status(tmp_path, SNAPSHOT, state="running", idle_s=0.0)
+    _, before = shown(tmp_path)
+    assert "quarantine" not in before and "Tasks in quarantine" not in Page(write_report(tmp_path)).text
+    error = "<b>setup</b> failed\x1b[2J"
+    lines = [
+        {"task_id": f"t/{i}", "source": "s", "index": i, "class": "setup", "failures": 3, "errors": [error], "step": 2}
+        for i in range(7)
+    ]
+    (tmp_path / QUARANTINE).write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    _, text = shown(tmp_path)
+    assert "7 tasks, see quarantine.jsonl: ..., t/2 (setup)" in text and "t/6 (setup)" in text
+    page = Page(write_report(tmp_path))
+    assert "Tasks in quarantine" in page.text and "t/6" in page.text and "<b>setup</b> failed" in page.text
+    assert "\x1b" not in page.text

@@ -322,6 +322,17 @@ async def test_a_sandbox_that_does_not_start_masks(chat: ChatFormat) -> None:
     check_masked(result, Status.INFRA_SANDBOX, "no room")
 
 
+async def test_a_workspace_that_cannot_be_set_up_masks_with_its_own_class(chat: ChatFormat) -> None:
+    def full(command: str) -> CommandResult:
+        return CommandResult(output="no space left on device", exit_code=1, timed_out=False, duration_s=0.0)
+
+    # `answering` sets workspaces up well; here nothing does.
+    provider = ScriptedProvider(lambda: ScriptedSandbox(full))
+    result = await episode(STATE, saying(chat, "ls", "submit"), chat, provider)
+    check_masked(result, Status.INFRA_SETUP, "no space left on device")
+    assert all(sandbox.closed for sandbox in provider.started)
+
+
 async def test_a_sandbox_lost_on_the_way_masks_and_keeps_what_was_seen(chat: ChatFormat) -> None:
     def reply(command: str) -> CommandResult:
         if command == "boom":
