@@ -22,7 +22,7 @@ class GroupOutcome(StrEnum):
     SKIPPED_ALL_PASS = "skipped_all_pass"
     SKIPPED_ALL_FAIL = "skipped_all_fail"
     SKIPPED_BROKEN_TASK = "skipped_broken_task"
-    """None of its trajectories could be verified."""
+    """None of its trajectories could be set up and verified."""
     SKIPPED_QUARANTINED = "skipped_quarantined"
     """Its task is in quarantine (orchestrator/quarantine.py)."""
     SKIPPED_TOO_FEW_VALID = "skipped_too_few_valid"
@@ -67,7 +67,7 @@ class Credit:
 def classify(trajectories: Sequence[Trajectory], min_valid: int) -> GroupOutcome | None:
     """Why a complete group cannot be trained on, or None if it is eligible (M1.3, M1.6)."""
     valid = [t for t in trajectories if not t.status.masked]
-    if not valid and all(t.status is Status.INFRA_VERIFIER for t in trajectories):
+    if not valid and all(t.status in (Status.INFRA_VERIFIER, Status.INFRA_SETUP) for t in trajectories):
         return GroupOutcome.SKIPPED_BROKEN_TASK
     if len(valid) < min_valid:
         return GroupOutcome.SKIPPED_TOO_FEW_VALID

@@ -59,6 +59,7 @@ def test_masked_trajectories_do_not_count_for_eligibility() -> None:
     assert classify([make(0), lost, lost], 2) is GroupOutcome.SKIPPED_TOO_FEW_VALID
     broken = make(0, status=Status.INFRA_VERIFIER)
     assert classify([broken, broken], 2) is GroupOutcome.SKIPPED_BROKEN_TASK
+    assert classify([broken, make(1, status=Status.INFRA_SETUP)], 2) is GroupOutcome.SKIPPED_BROKEN_TASK
     assert classify([broken, lost], 2) is GroupOutcome.SKIPPED_TOO_FEW_VALID
 
 
