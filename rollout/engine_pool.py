@@ -264,7 +264,9 @@ class EnginePool:
             runtime_env={"env_vars": environment(config)},
         )
         number, self._made = self._made, self._made + 1
-        handle = actor.remote(config, f"{self.name} engine {number}", self.seed + 1000 * number, held=not joined)
+        # On a CPU requests have seeds of their own, which must be the same on every replica.
+        seed = self.seed if config.device == "cpu" else self.seed + 1000 * number
+        handle = actor.remote(config, f"{self.name} engine {number}", seed, held=not joined)
         replica = _Replica(number=number, handle=handle, ready=handle.ready.remote(), joined=joined)
         self._replicas.append(replica)
         return replica

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import hashlib
 import queue
 import threading
 import time
@@ -218,6 +219,7 @@ class VllmEngine:
                 temperature=temperature,
                 max_tokens=max_tokens,
                 stop_token_ids=stop_ids,
+                seed=request_seed(self.seed, request_id) if self.config.device == "cpu" else None,
                 ignore_eos=True,  # `stop_ids` says it all
                 logprobs=0,  # of the sampled token only
                 flat_logprobs=True,
@@ -283,6 +285,13 @@ class VllmEngine:
         )
 
 
+def request_seed(seed: int, request_id: str) -> int:
+    """Of one request's own random numbers: what it samples then depends on the weights, its prompt and this alone, not
+    on what else is in the batch, nor on the replica. On a GPU requests have none: vLLM would draw the noise of each
+    row of the batch by a kernel of its own."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{request_id}".encode(), digest_size=4).digest(), "big")
+
+
 def engine_arguments(config: EngineConfig, seed: int) -> dict[str, Any]:
     """Arguments of vLLM's EngineArgs."""
     from vllm.config import WeightTransferConfig
@@ -308,6 +317,9 @@ def engine_arguments(config: EngineConfig, seed: int) -> dict[str, Any]:
     }
     if config.device == "cpu":
         arguments |= {"kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30), "block_size": _CPU_BLOCK_TOKENS}
+        # Of a prompt that is read in parts vLLM turns back the request's random numbers, which a CPU's cannot be: every
+        # request that a weight update interrupts is such a prompt.
+        arguments["enable_chunked_prefill"] = False
     elif config.gpu_memory_utilization is not None:
         arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
     return arguments

@@ -266,6 +266,36 @@ async def test_an_update_that_its_learner_did_not_finish_is_begun_anew_by_the_ne
     assert largest_gap(model, PROMPTS, await served.generate(PROMPTS, max_tokens=40)) < 1e-3
 
 
+async def test_what_is_sampled_follows_from_weights_prompt_and_id_alone(served: Served) -> None:
+    """Not from what else is in the batch, nor from an update (here to the same weights) on the way."""
+
+    async def sample(at_once: int) -> list[tuple[int, ...]]:
+        gate = asyncio.Semaphore(at_once)
+
+        async def one(i: int) -> tuple[int, ...]:
+            async with gate:
+                generation = await served.client.generate(
+                    request_id=f"same-{i}/0.0/0", prompt_ids=PROMPTS[0], max_tokens=200, temperature=1.0, stop_ids=()
+                )
+            return generation.token_ids
+
+        return list(await asyncio.gather(*(one(i) for i in range(24))))
+
+    publisher = Publisher(
+        served.pool.transfer_target(),
+        rank=0,
+        parameters=served.model.named_parameters(),
+        full=served.model.named_parameters,
+    )
+    few, many = await sample(3), await sample(24)
+    flight = asyncio.create_task(sample(24))
+    await running(served, 24)
+    await asyncio.to_thread(publisher.publish, 2)
+    served.pool.remember(2, publisher.sent)
+    assert few == many == await flight
+    assert len(set(few)) == 24
+
+
 async def test_restarted_engine_serves_the_published_weights(served: Served) -> None:
     import ray
 
