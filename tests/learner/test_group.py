@@ -7,11 +7,9 @@ trajectories that infrastructure took (M1.3): they are dropped before the learne
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import os
 import resource
-import shutil
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -249,27 +247,14 @@ def test_resume_is_exact(start_model: str, rolled: list[Rolled], zero_stage: int
     assert all(torch.equal(tensor, want[name]) for name, tensor in again.named_full_parameters())
 
 
-def test_resume_is_exact_where_random_numbers_are_drawn(
-    start_model: str, rolled: list[Rolled], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With dropout the next step depends on where the generator stands."""
-    model = tmp_path / "model"
-    shutil.copytree(start_model, model)
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, "attention_dropout": 0.2}))
-    rows = rows_of(items_of(rolled), Aggregation.TOKEN_MEAN, 1, FOUR_ROWS)[0]
-    core = lone_core(str(model), zero_stage=0)
-    torch.manual_seed(11)
-    core.step(rows, version=0)
-    core.save(str(tmp_path / "state"), 1)
-    sums, applied = core.step(rows, version=0)
-    again = lone_core(str(model), zero_stage=0)
-    torch.manual_seed(12)
-    drawn, _ = again.accumulate(rows, version=0), again.engine.zero_grad()
-    again.load(str(tmp_path / "state"))
-    assert drawn.loss != sums.loss, "dropout draws"
-    resumed_sums, resumed = again.step(rows, version=0)
-    assert (resumed_sums.loss, resumed) == (sums.loss, applied)
+def test_a_resume_draws_the_same_random_numbers(start_model: str, tmp_path: Path) -> None:
+    """A model with dropout needs them for an exact resume."""
+    core = lone_core(start_model)
+    core.save(str(tmp_path))
+    drawn = torch.rand(4)
+    torch.manual_seed(99)
+    core.load(str(tmp_path))
+    assert torch.equal(torch.rand(4), drawn)
 
 
 @pytest.mark.parametrize("what", ["save", "export_hf"])

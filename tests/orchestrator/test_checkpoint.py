@@ -139,6 +139,7 @@ def test_refused_ones_are_not_counted_among_those_that_are_kept(tmp_path: Path) 
     found = checkpoints.latest()
     assert found is not None and found.step == 5
     checkpoints.set_aside(5)
+    assert (tmp_path / "checkpoints" / "step-000010.broken").is_dir()
     (tmp_path / "checkpoints" / ".step-000099.part").mkdir()
     checkpoints = saved(tmp_path, (7,), keep=2)  # written more often now
     names = sorted(p.name for p in (tmp_path / "checkpoints").glob("step-*"))
@@ -154,6 +155,22 @@ def test_as_many_are_kept_as_asked_for_and_the_oldest_says_what_can_be_forgotten
     (tmp_path / "checkpoints" / "step-000003" / "state.json").write_text("?")
     assert checkpoints.oldest_mark() == 0, "then nothing can"
     assert Checkpoints(tmp_path / "new", keep=2).oldest_mark() == 0
+
+
+def test_one_that_is_killed_while_it_is_removed_is_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(folder: Path, ignore_errors: bool = False) -> None:
+        """Half done."""
+        (folder / "rank.json").unlink(missing_ok=True)
+
+    saved(tmp_path, (1, 2), keep=2)
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.rmtree", killed)
+        saved(tmp_path, (3,), keep=2)
+    assert [p.name for p in sorted((tmp_path / "checkpoints").glob("step-*"))] == ["step-000002", "step-000003"]
+    saved(tmp_path, (4,), keep=2).set_aside(4)
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step-000003", "step-000004"]
 
 
 def test_too_little_space_is_seen_before_the_ranks_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
