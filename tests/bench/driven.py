@@ -78,6 +78,9 @@ class Gone:
     """Those that had not vanished in time."""
 
 
+_started: set[int] = set()
+
+
 def adopt_orphans() -> None:
     """From now on orphaned descendants become children of this process.
 
@@ -115,7 +118,8 @@ def descendants(root: int | None = None) -> list[Process]:
             below.append(child)
             todo.append(child.pid)
     for process in below:
-        if process.state == "Z" and process.parent == os.getpid():
+        # Of those that this process started itself, subprocess wants to know how they ended.
+        if process.state == "Z" and process.parent == os.getpid() and process.pid not in _started:
             with suppress(ChildProcessError):
                 os.waitpid(process.pid, os.WNOHANG)
     living = [p for p in below if p.state != "Z"]
@@ -164,6 +168,8 @@ class Driven:
             env={**os.environ, **(environment or {}), "TMPDIR": str(self.temp), "PYTHONUNBUFFERED": "1"},
         )
 
+        _started.add(self.process.pid)
+
     @property
     def age_s(self) -> float:
         """Seconds since the start."""
@@ -179,9 +185,8 @@ class Driven:
         return self.console.read_text(errors="replace") if self.console.exists() else ""
 
     def signal(self, number: int) -> None:
-        """To the driver alone."""
-        with suppress(ProcessLookupError):
-            os.kill(self.process.pid, number)
+        """To the driver alone; nothing once it has ended, when its number may be another's."""
+        self.process.send_signal(number)
 
     def gone(self, timeout_s: float, agents_s: float = 0.0, keep: Collection[str] = ()) -> Gone:
         """Waits for the driver and for all that it started. Ray's node agents get `agents_s` more; roles in `keep` are
