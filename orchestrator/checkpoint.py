@@ -203,7 +203,10 @@ class Checkpoints:
         newer = [p for p in steps if _step(p) > _step(final)]  # of another history than this run
         kept = [p for p in steps if p not in newer]
         for old in [*kept[: -self._keep], *newer, *self._root.glob(f"step-*{_ASIDE}")]:
-            shutil.rmtree(old, ignore_errors=True)
+            going = old.with_name(f".{old.name}.part")  # half of it must not stand under a name of whole ones
+            shutil.rmtree(going, ignore_errors=True)
+            old.rename(going)
+            shutil.rmtree(going, ignore_errors=True)
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
