@@ -57,17 +57,10 @@ from orchestrator.progress import Activity
 from orchestrator.quarantine import Quarantine
 from orchestrator.rollout_stage import RolloutStage
 from orchestrator.saving import Saving
+from orchestrator.standstill import WAITS_FOR, bounds, missing
 from rollout.trajectory import Trajectory
 
 __all__ = ["Observer", "Parts", "Scheduler", "StepRecord"]
-
-
-_PARTS: dict[Activity, str] = {
-    "learning": "the learner's ranks: an optimiser step",
-    "publishing": "the learner's ranks and the engines: new weights",
-    "checkpointing": "the learner's ranks and the disk: a checkpoint",
-}
-"""Whom `_train` waits for."""
 
 
 class Scheduler:
@@ -94,8 +87,8 @@ class Scheduler:
         storage: Storage | None = None,
     ) -> None:
         """`kept`: groups that an earlier session left behind, brought back before anything new is admitted.
-        `quarantine`: with what an earlier session put there. `storage`:
-        where the run's files report that they cannot be written."""
+        `quarantine`: with what an earlier session put there. `storage`: where the run's files report that they cannot
+        be written."""
         self.config = config
         self.parts = parts
         self.ledger = ledger
@@ -209,7 +202,7 @@ class Scheduler:
         unblocked by a rollout or group that ends, by a step, or by a pool that grows."""
         await self._bring_back()
         while True:
-            with self.waits.on("admission", "the end of a pause", self._why):
+            with self.waits.on("admission", "the end of a pause", self.pauses.text):
                 await self.pauses.wait(but=MASKED)
             self._room.clear()
             source = self._dispatcher.next_source(
@@ -224,7 +217,7 @@ class Scheduler:
             )
             if source is None:
                 await self._grade_held()
-                with self.waits.on("admission", "room under the bounds", self._bounds):
+                with self.waits.on("admission", "room under the bounds", lambda: bounds(self)):
                     await self._room.wait()
                 continue
             index = self.mixer.take_index(source)
@@ -397,14 +390,14 @@ class Scheduler:
         limits = self.config.scheduler
         wait_staleness = limits.staleness if limits.stale == "wait" else None
         while True:
-            with self.waits.on("training", "the end of a pause", self._why):
+            with self.waits.on("training", "the end of a pause", self.pauses.text):
                 await self.pauses.wait()
             self._supplied.clear()
             batch = None
             if limits.overlap or self.ledger.count(Stage.ROLLING) + self.ledger.count(Stage.GRADING) == 0:
                 batch = self.ledger.take_batch(self.mixer.quotas, step=self.step, wait_staleness=wait_staleness)
             if batch is None:
-                with self.waits.on("training", "the groups of the batch", self._missing):
+                with self.waits.on("training", "the groups of the batch", lambda: missing(self)):
                     await self._supplied.wait()
                 continue
             if any(is_stale(ready.group, self.step, limits.staleness) for ready in batch):
@@ -415,7 +408,7 @@ class Scheduler:
     def _doing(self, activity: Activity, span: str, step: int) -> Iterator[None]:
         self.activity = (activity, self.clock.now())
         try:
-            with self.telemetry.span(span, step=step), self.waits.on("training", _PARTS[activity]):
+            with self.telemetry.span(span, step=step), self.waits.on("training", WAITS_FOR[activity]):
                 yield
         finally:
             self.moved_s = self.clock.now()
@@ -436,18 +429,6 @@ class Scheduler:
                     f"nothing moved for {still_s:.0f} s (scheduler.abort_after_s); look at the stall messages above; "
                     "the last checkpoint is intact, the same command with --resume goes on from it"
                 )
-
-    def _why(self) -> str:
-        return "; ".join(f"{reason}: {message}" for reason, message in self.pauses.reasons().items())
-
-    def _bounds(self) -> str:
-        limit = self.config.scheduler.max_inflight_groups
-        slots = self.rollouts.slots
-        return f"{self.ledger.inflight} of {limit} groups in flight, {slots.taken} of {slots.size} rollout slots taken"
-
-    def _missing(self) -> str:
-        ready = ((name, self.ledger.count(Stage.READY, name), n) for name, n in self.mixer.quotas.items())
-        return ", ".join(f"{name} {have} of {n}" for name, have, n in ready if have < n) or "none is missing"
 
     def supply_figures(self) -> dict[str, float]:
         """Metrics of the mixer and of the admission, now."""

@@ -52,6 +52,10 @@ class Pauses:
         """Reason -> message, those that stand now, oldest first."""
         return dict(self._reasons)
 
+    def text(self) -> str:
+        """All of them in a line."""
+        return "; ".join(f"{reason}: {message}" for reason, message in self._reasons.items())
+
     def since_s(self, reason: str) -> float | None:
         """When a standing reason was first set, on the driver's clock; None if it does not stand."""
         return self._since_s.get(reason)

@@ -1,18 +1,45 @@
-"""What the watchdog says of a training run: its waits, and the pools behind them."""
+"""What the watchdog says of a training run: what its loops wait for, and the pools behind that."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from configs.schema import SchedulerConfig
 from infra.pool import ActorPool
 from infra.waits import Waits
 from infra.watchdog import PoolReport, Watchdog
+from orchestrator.ledger import Stage
 from orchestrator.parts import Parts
+from orchestrator.progress import Activity
+
+if TYPE_CHECKING:
+    from orchestrator.loop import Scheduler
 
 LEAVE_S = 120.0
 """What a run that ends for itself gets to shut its parts down: W&B alone may take a minute."""
+
+WAITS_FOR: dict[Activity, str] = {
+    "learning": "the learner's ranks: an optimiser step",
+    "publishing": "the learner's ranks and the engines: new weights",
+    "checkpointing": "the learner's ranks and the disk: a checkpoint",
+}
+"""Whom training waits for while it does something."""
+
+
+def bounds(scheduler: Scheduler) -> str:
+    """What may keep the next group out."""
+    limit = scheduler.config.scheduler.max_inflight_groups
+    slots = scheduler.rollouts.slots
+    return f"{scheduler.ledger.inflight} of {limit} groups in flight, {slots.taken} of {slots.size} rollout slots taken"
+
+
+def missing(scheduler: Scheduler) -> str:
+    """What the next batch lacks."""
+    quotas = scheduler.mixer.quotas.items()
+    ready = ((name, scheduler.ledger.count(Stage.READY, name), n) for name, n in quotas)
+    return ", ".join(f"{name} {have} of {n}" for name, have, n in ready if have < n) or "none is missing"
 
 
 def make_watchdog(
