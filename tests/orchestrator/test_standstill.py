@@ -35,18 +35,22 @@ class Hanging(ScriptedPool):
 def waits_of(
     run: Run, until: Callable[[set[tuple[str, str]]], bool], *, first: Callable[[], None] = lambda: None
 ) -> list[Wait]:
-    """What it waits for, once `until` holds of the pairs (loop, what it waits on); `first` is called before it runs."""
+    """What it waits for, once `until` holds of the pairs (loop, what it waits on) and nothing changes any more; `first`
+    is called before it runs."""
 
     async def go() -> list[Wait]:
         first()
         task = asyncio.create_task(run.scheduler.run())
+        before: list[Wait] = []
         try:
-            async with asyncio.timeout(20.0):
+            async with asyncio.timeout(60.0):
                 while True:
-                    await asyncio.sleep(0.05)
-                    found = run.scheduler.waits.now()
-                    if until({(wait.loop, wait.on) for wait in found}):
-                        return [Wait(w.loop, w.on, w.since_s, partial(str, w.detail())) for w in found]
+                    await asyncio.sleep(0.1)
+                    now = run.scheduler.waits.now()
+                    found = [Wait(w.loop, w.on, w.since_s, partial(str, w.detail())) for w in now]
+                    if until({(wait.loop, wait.on) for wait in found}) and shown(found) == shown(before):
+                        return found
+                    before = found
         finally:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
