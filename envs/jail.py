@@ -258,7 +258,8 @@ def _spawn(config: JailSandbox, bwrap: str, fds: tuple[int, int], token: str, er
     command = [
         bwrap, "--unshare-all", "--unshare-user", "--uid", str(USER_ID), "--gid", str(USER_ID),
         "--die-with-parent", "--new-session", "--info-fd", str(info_fd),
-        "--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp", *_view(host),  # in this order: a checkout may be in /tmp
+        "--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev",
+        "--tmpfs", "/tmp", *_view(host),  # in this order: a checkout may be in /tmp
         "--dir", str(jail_server.LEASES), "--cap-add", "CAP_SYS_ADMIN",  # to mount its own there; then it gives it up
         "--dir", "/workspace", "--chdir", "/tmp", "--clearenv", "--setenv", "PATH", "/usr/bin:/bin",
         "--setenv", "LANG", "C.UTF-8", "--setenv", "SWE_REX_LOG_STREAM_LEVEL", "ERROR",

@@ -49,7 +49,7 @@ EVIL = (
     "    def __bool__(self): return True\n"
     "    __hash__ = None\n"
     "    __class__ = property(lambda self: bool)\n"
-    "def allowed(n): return Evil()\ndef shape(n): return Evil()\n"
+    "def allowed(n): return n <= 3\ndef shape(n): return Evil()\n"
 )
 PIPES = """
 import json, os
