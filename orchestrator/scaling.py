@@ -96,7 +96,7 @@ class Scaling:
             except Exception as e:  # the one broad catch here: no fault of scaling may cost the run
                 if str(e) != self._told:
                     self._told = str(e)
-                    self._say(f"scaling: {e or type(e).__name__}")
+                    self._say(f"scaling: {self._told or type(e).__name__}")
             await asyncio.sleep(PERIOD_S)
 
     def tick(self) -> None:
