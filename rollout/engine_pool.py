@@ -22,6 +22,8 @@ _RESTARTS = 3
 """Restarts of one replica in a row that fail, before it is given up."""
 _PING_S = 10.0
 """How often a live replica is asked whether it lives."""
+_RETURN_S = 600.0
+"""Time that a lost replica gets to come back."""
 _SETTLE_S = 2.0
 """Time that Ray gets to notice a death before the survivors are asked again; and that requests already on their way to
 a draining replica get to arrive."""
@@ -307,13 +309,20 @@ class EnginePool:
         self._notify()
 
     async def _serves_again(self, replica: _Replica) -> bool:
-        """Whether a lost replica has come back, with the current weights."""
-        for _ in range(_RESTARTS if self.config.weight_transfer == "ray_object" else 1):
+        """Whether a lost replica has come back, with the current weights. It has failed when its engine says so, a few
+        times. Until it can be asked Ray is still ending the old process or starting the next, which takes as long as
+        the machine is busy."""
+        failures, deadline_s = 0, time.monotonic() + _RETURN_S
+        while replica.state is ActorState.LIVE and time.monotonic() < deadline_s:
             await asyncio.sleep(_SETTLE_S)
-            with contextlib.suppress(EngineError):
+            try:
                 await answer(replica.handle.ready.remote())
                 await self._adopt(replica)
                 return True
+            except EngineError as e:
+                failures += not isinstance(e, EngineLost)
+            if failures == _RESTARTS or self.config.weight_transfer != "ray_object":
+                return False
         return False
 
     async def _end_of(self, replica: _Replica) -> str:

@@ -6,16 +6,18 @@ import asyncio
 import pickle
 import sys
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
-from ray.exceptions import OutOfMemoryError
+from ray.exceptions import OutOfMemoryError, RayActorError
 
 from configs.schema import EngineConfig
 from infra.errors import ConfigError, EngineError
+from infra.members import ActorState
 from rollout.engine import EngineClient, EngineLost, Generation, ScriptedEngine, answer
-from rollout.engine_pool import EnginePool
+from rollout.engine_pool import EnginePool, _Replica
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -153,3 +155,45 @@ async def test_a_replica_killed_for_memory_is_lost_so_that_others_serve() -> Non
 
     with pytest.raises(EngineLost, match="low on memory"):
         await answer(killed())
+
+
+class LostReplica:
+    """An engine actor that has died: what its next calls of `ready` raise, in order; then it serves."""
+
+    def __init__(self, raises: list[BaseException]) -> None:
+        self.raises = raises
+        self.died = False
+        self.gone, self.ready, self.adopt = (SimpleNamespace(remote=f) for f in (self._gone, self._ready, self._adopt))
+
+    async def _gone(self) -> None:
+        if self.died:
+            await asyncio.Event().wait()
+        self.died = True
+        raise RayActorError
+
+    async def _ready(self) -> None:
+        if self.raises:
+            raise self.raises.pop(0)
+
+    async def _adopt(self, version: int, update: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize("back", [True, False])
+async def test_a_lost_replica_is_waited_for_as_long_as_ray_takes(monkeypatch: pytest.MonkeyPatch, back: bool) -> None:
+    """Calls that fail at once say that Ray is at it; only what the engine itself answers counts as a failure."""
+    monkeypatch.setattr("rollout.engine_pool._SETTLE_S", 0.001)
+    said: list[str] = []
+    pool = EnginePool(EngineConfig(model="m"), say=said.append)
+    failures: list[BaseException] = [EngineError("no memory")] * (2 if back else 3)
+    handle = LostReplica([*(RayActorError() for _ in range(20)), *failures])
+    replica = _Replica(number=0, handle=handle, ready=None, state=ActorState.LIVE, joined=True)
+    pool._replicas.append(replica)
+    watch = asyncio.create_task(pool._watch(replica))
+    async with asyncio.timeout(10):
+        while len(said) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    assert "is started again" in said[0]
+    assert ("serves again" if back else "does not come back") in said[1]
+    assert pool.restarts == int(back)
+    watch.cancel()
