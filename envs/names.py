@@ -10,6 +10,7 @@ import builtins
 import json
 import keyword
 import random
+import sys
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -36,6 +37,8 @@ def owner(name: str) -> Split:
 
 
 def _usable(name: str) -> bool:
+    if len(name) > 3 and name in sys.stdlib_module_names:  # no package: Python would import its own
+        return False
     return name not in _RESERVED and name not in _CODE_WORDS and not any(part in name for part in _OPERATORS)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import builtins
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -195,6 +196,13 @@ def _skeleton(shape: Shape) -> str:
     text = "\n".join((shape.head, *shape.body))
     seen = list(dict.fromkeys(re.findall(r"\$[a-z]", text)))
     return re.sub(r"\$[a-z]", lambda match: f"${seen.index(match.group())}", text)
+
+
+def test_no_package_or_module_has_a_name_of_the_standard_library() -> None:
+    """Task 305 had a package `time`, which Python would never have imported."""
+    tasks = MinirepoTasks("mine", MinirepoSource(type="minirepo", groups_per_step=1))
+    tops = {path.split("/")[0].removesuffix(".py") for path in tasks.task(Split.TRAIN, 305).files}
+    assert not tops & sys.stdlib_module_names
 
 
 def test_splits_share_no_template() -> None:
