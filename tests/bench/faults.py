@@ -34,6 +34,7 @@ from typing import Any
 
 from configs.check import load_run
 from configs.schema import RunConfig
+from rollout.spool import rollout_file
 from tests.bench import driven, victims
 from tests.bench.driven import Driven
 from tests.bench.record import Expected, Promise, look
@@ -272,7 +273,7 @@ def _one(session: Session, cell: Cell) -> None:
         for span in spans.rows():
             if span.get("start_s", 0.0) <= hit.at_s:
                 continue
-            if cell.recovered_s is None and span["name"] == work:
+            if cell.recovered_s is None and span["name"] == work and _whole(run_dir, span):
                 cell.recovered_s = round(now_s, 1)
             cell.lost += span["name"] == "rollout" and not span["trajectory_id"].endswith(".0")
         for _ in metrics.rows():
@@ -284,6 +285,13 @@ def _one(session: Session, cell: Cell) -> None:
             break
     cell.lost += sum(g["fallback_reason"] == "worker_lost" for g in groups.rows())
     _judge(session, cell, hit, steps_after)
+
+
+def _whole(run_dir: Path, span: dict[str, Any]) -> bool:
+    """Whether the work has come to something: of a rollout that was lost no file is kept."""
+    if span["name"] != "rollout":
+        return True
+    return rollout_file(run_dir / "rollouts", span["group_id"], span["trajectory_id"]).exists()
 
 
 def _judge(session: Session, cell: Cell, hit: victims.Hit, steps_after: int) -> None:
