@@ -122,6 +122,8 @@ class Session:
         if number == signal.SIGTERM and not driven.wait_for(lambda: run.ended, 120.0):
             self.faults.append("the driver did not end within 120 s of SIGTERM")
             run.signal(signal.SIGKILL)
+        if number == signal.SIGKILL:  # `run` is only the supervisor, and a driver goes on without it
+            driven.end_all(p for p in driven.descendants() if p.role == "driver")
         gone = run.gone(60.0, keep=CLUSTER_ROLES if self.nodes else ())
         if gone.left:
             self.faults.append(f"processes are left: {[p.command[:80] for p in gone.left[:5]]}")
