@@ -1,6 +1,7 @@
 """Which sequence goes to which rank and row, and the rows themselves. Pure (numpy).
 
-A row holds several sequences back to back, without padding; position ids restart at 0 with each sequence. Given
+A row holds several sequences back to back, without padding; position ids restart at 0 with each sequence, and with each
+context of a trajectory that has several. Given
 `attention_mask=None`, Hugging Face models read the restarts as sequence boundaries and attend block-diagonally, with
 sdpa and FlashAttention alike, so a row of one batch entry is one micro-batch.
 """
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -34,9 +35,9 @@ class Row:
     token_ids: npt.NDArray[np.int64]
     """[L]"""
     position_ids: npt.NDArray[np.int64]
-    """[L] from 0 in each sequence."""
+    """[L] from 0 in each context."""
     boundaries: tuple[int, ...]
-    """Where the sequences begin, and L at the end."""
+    """Where the contexts of the sequences begin, and L at the end."""
     predictors: npt.NDArray[np.int64]
     """[K] index of the token whose logits predict the target (the one before it)."""
     targets: npt.NDArray[np.int64]
@@ -98,22 +99,25 @@ def plan(lengths: Sequence[int], ranks: int, max_tokens: int) -> list[list[list[
 def build_row(samples: Sequence[Sample]) -> Row:
     """Lays sequences out one after the other. An empty row becomes one token without loss, so that it can be run.
 
-    Raises ValueError where a sequence's first token bears loss: nothing predicts it.
+    Raises ValueError where the first token of a context bears loss: nothing predicts it.
     """
     if not samples:
         return _EMPTY
-    for sample in samples:
-        if sample.payload.loss_mask[0]:
-            raise ValueError("the first token of a sequence bears loss, but nothing before it predicts it")
     payloads = [sample.payload for sample in samples]
+    for payload in payloads:
+        if payload.loss_mask[list(payload.contexts)].any():
+            raise ValueError("the first token of a sequence bears loss, but nothing before it predicts it")
+    begins = accumulate((len(payload.token_ids) for payload in payloads), initial=0)
+    boundaries = [begin + at for begin, payload in zip(begins, payloads, strict=False) for at in payload.contexts]
+    boundaries.append(sum(len(payload.token_ids) for payload in payloads))
     masks = [payload.loss_mask for payload in payloads]
     counts = [int(mask.sum()) for mask in masks]
     targets = np.flatnonzero(np.concatenate(masks))
     token_ids = np.concatenate([payload.token_ids for payload in payloads]).astype(np.int64)
     return Row(
         token_ids=token_ids,
-        position_ids=np.concatenate([np.arange(len(payload.token_ids)) for payload in payloads]),
-        boundaries=tuple(accumulate((len(payload.token_ids) for payload in payloads), initial=0)),
+        position_ids=np.concatenate([np.arange(end - begin) for begin, end in pairwise(boundaries)]),
+        boundaries=tuple(boundaries),
         predictors=targets - 1,
         targets=token_ids[targets],
         logprobs=np.concatenate([payload.logprobs[mask] for payload, mask in zip(payloads, masks, strict=True)]),

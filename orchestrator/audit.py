@@ -78,4 +78,7 @@ def _trajectory(member: Member, row: Row | None) -> dict[str, Any]:
         "worker": t.worker,
         "error": t.error,
         "tampered": list(t.tampered),
+        "contexts": t.contexts,
+        "drift": t.drift,
+        "notes": list(t.notes),
     }

@@ -44,6 +44,8 @@ def write_rollout(folder: Path, trajectory: Trajectory, payload: Payload, transc
     path = rollout_file(folder, trajectory.group_id, trajectory.trajectory_id)
     part = path.with_name(f".{path.name}.part")
     arrays = {name: getattr(payload, name) for name in _ARRAYS}
+    if len(payload.contexts) > 1:
+        arrays["contexts"] = np.asarray(payload.contexts, dtype=np.int64)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with part.open("wb") as file:
@@ -67,7 +69,8 @@ def read_rollout(path: Path) -> tuple[Trajectory, Payload, Transcript]:
     """
     try:
         with np.load(path, allow_pickle=False) as file:
-            payload = Payload(**{name: file[name] for name in _ARRAYS})
+            contexts = tuple(file["contexts"].tolist()) if "contexts" in file else (0,)
+            payload = Payload(**{name: file[name] for name in _ARRAYS}, contexts=contexts)
             trajectory = _TRAJECTORY.validate_python(json.loads(file["trajectory"].tobytes()))
             transcript = _TRANSCRIPT.validate_python(json.loads(file["transcript"].tobytes()))
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, ValidationError) as e:

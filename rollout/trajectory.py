@@ -40,7 +40,11 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Payload:
-    """What the learner needs of one trajectory; T tokens in one context. Goes through Ray's object store once."""
+    """What the learner needs of one trajectory: T tokens, in one context or several. Crosses Ray's object store once.
+
+    Contexts lie back to back. Each is a sequence of its own to the model (positions restart, nothing attends across).
+    All of them are one trajectory to the loss: one advantage (M1.9), one share of the denominators (M5.2).
+    """
 
     token_ids: npt.NDArray[np.int32]
     """[T] prompt, generated and observation tokens in order."""
@@ -50,12 +54,16 @@ class Payload:
     """[T] log mu at sampling time for generated tokens (M5.1), 0 elsewhere."""
     versions: npt.NDArray[np.int32]
     """[T] policy version that sampled a generated token (M6.4), -1 elsewhere."""
+    contexts: tuple[int, ...] = (0,)
+    """Where each context begins, ascending from 0. The first token of a context is never a generated one."""
 
     def sha256(self) -> str:
-        """Digest of all four arrays, hex."""
+        """Digest of all four arrays, hex; where there are several contexts, of their beginnings too."""
         digest = hashlib.sha256()
         for array in (self.token_ids, self.loss_mask, self.logprobs, self.versions):
             digest.update(np.ascontiguousarray(array).tobytes())
+        if self.contexts != (0,):
+            digest.update(np.asarray(self.contexts, dtype=np.int64).tobytes())
         return digest.hexdigest()
 
 
@@ -121,3 +129,9 @@ class Trajectory:
     """The disk did not take its file: a resume samples it again, all else goes on (rollout/spool.py)."""
     tampered: tuple[str, ...] = ()
     """Files that decide how the code is tested and that its patch changed; put back before the tests ran."""
+    contexts: int = 1
+    """Contexts of its payload; more than one only where a harness did not just append (rollout/gateway)."""
+    drift: int = 0
+    """Calls of a harness that did not continue an earlier one: it rewrote history, or branched."""
+    notes: tuple[str, ...] = ()
+    """What a harness asked for and did not get, once each."""

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM, MistralConfig
 
 from learner.attention import PACKED, implementation, register
-from learner.loss import token_logprobs
 from learner.packing import Sample, balance, build_row, pack, plan
 from rollout.trajectory import Payload
 
@@ -105,6 +104,10 @@ def test_loss_on_the_first_token_is_refused() -> None:
         build_row([Sample(payload=bad, advantage=1.0, weight=1.0)])
 
 
+def target_logprobs_of(logits: torch.Tensor, targets: np.ndarray) -> torch.Tensor:
+    return logits.log_softmax(-1).gather(-1, torch.from_numpy(targets)[:, None])[:, 0]
+
+
 @torch.no_grad()
 def logprobs(model: LlamaForCausalLM, samples: list[Sample]) -> torch.Tensor:
     row = build_row(samples)
@@ -115,7 +118,7 @@ def logprobs(model: LlamaForCausalLM, samples: list[Sample]) -> torch.Tensor:
         logits_to_keep=torch.from_numpy(row.predictors),
         cu_seq_lens_q=row.boundaries,
     ).logits[0]
-    return token_logprobs(logits, torch.from_numpy(row.targets), 1.0)[0]
+    return target_logprobs_of(logits, row.targets)
 
 
 @pytest.mark.parametrize("attention", [PACKED, "sdpa", "eager"])
@@ -148,7 +151,7 @@ def test_packed_logprobs_equal_unpacked_ones(attention: str) -> None:
         use_cache=False,
         logits_to_keep=torch.from_numpy(row.predictors),
     ).logits[0]
-    mixed = token_logprobs(leaking.detach(), torch.from_numpy(row.targets), 1.0)[0]
+    mixed = target_logprobs_of(leaking.detach(), row.targets)
     assert (mixed - alone).abs().max() > 0.1
 
 
@@ -158,3 +161,41 @@ def test_the_implementation_suits_model_and_device() -> None:
     assert implementation(plain, flash=False) == PACKED
     assert implementation(MistralConfig(sliding_window=64), flash=False) == "sdpa"
     assert implementation(GPT2Config(), flash=False) == "sdpa"
+
+
+def test_contexts_of_a_trajectory_are_sequences_of_their_own_with_its_advantage_and_weight() -> None:
+    rng = np.random.default_rng(1)
+    first, second, other = payload(rng, 5), payload(rng, 4), payload(rng, 3)
+    joined = Payload(
+        token_ids=np.concatenate([first.token_ids, second.token_ids]),
+        loss_mask=np.concatenate([first.loss_mask, second.loss_mask]),
+        logprobs=np.concatenate([first.logprobs, second.logprobs]),
+        versions=np.concatenate([first.versions, second.versions]),
+        contexts=(0, 5),
+    )
+    row = build_row(
+        [Sample(payload=other, advantage=-2.0, weight=0.5), Sample(payload=joined, advantage=3.0, weight=0.25)]
+    )
+    assert row.boundaries == (0, 3, 8, 12)
+    assert row.position_ids.tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2, 3]
+    apart = build_row(
+        [
+            Sample(payload=other, advantage=-2.0, weight=0.5),
+            Sample(payload=first, advantage=3.0, weight=0.25),
+            Sample(payload=second, advantage=3.0, weight=0.25),
+        ]
+    )
+    for name in ("token_ids", "predictors", "targets", "logprobs", "advantages", "weights", "versions"):
+        np.testing.assert_array_equal(getattr(row, name), getattr(apart, name))
+
+
+def test_loss_on_the_first_token_of_a_later_context_is_refused() -> None:
+    bad = Payload(
+        token_ids=np.zeros(4, np.int32),
+        loss_mask=np.array([False, True, True, False]),
+        logprobs=np.zeros(4, np.float32),
+        versions=np.zeros(4, np.int32),
+        contexts=(0, 2),
+    )
+    with pytest.raises(ValueError, match="first token"):
+        build_row([Sample(payload=bad, advantage=1.0, weight=1.0)])
