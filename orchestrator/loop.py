@@ -28,7 +28,7 @@ from typing import Any
 from configs.schema import AdvantageMode, RunConfig
 from envs.task import Split, TaskKind
 from grader.exchange import GradeReply
-from infra.errors import GagarError
+from infra.errors import EngineError, GagarError
 from infra.sinks import JsonlFile
 from infra.spans import CHECKPOINT, LEARN, PUBLISH
 from infra.storage import Storage
@@ -163,6 +163,8 @@ class Scheduler:
         )
         self._held: list[CompleteGroup] = []
         """Without overlap: groups to be graded once all rollouts of their step have ended."""
+        self._no_engine = False
+        """The last policy engine was given up."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._room = asyncio.Event()
         """Set when a rollout or a group ended, or a step: wakes `_admit`."""
@@ -418,9 +420,15 @@ class Scheduler:
     # ---- watching ---------------------------------------------------------------------------------------------------
 
     async def _watch(self) -> None:
-        """Every second shows progress. Raises Stalled when nothing has moved for `abort_after_s`."""
+        """Every second shows progress. Raises Stalled when nothing has moved for `abort_after_s`, and EngineError when
+        no engine is left: every rollout would be lost at once, for ever."""
         while True:
             await asyncio.sleep(1.0)
+            if self._no_engine:
+                raise EngineError(
+                    "no policy engine is left, and the lines above say why; mend that, then run the same command with "
+                    "--resume"
+                )
             still_s = self.clock.now() - self.failures.still_since_s(self.moved_s)
             self._observer.on_tick(self, still_s)
             if still_s > self.config.scheduler.abort_after_s:
@@ -437,7 +445,9 @@ class Scheduler:
 
     def resize(self) -> None:
         """A pool has changed: what all of them can take now bounds what is started. build.py has the pools call it."""
-        self.admission.resize(self.parts.engines.state().live)
+        engines = self.parts.engines.state()
+        self._no_engine = engines.live + engines.starting == 0
+        self.admission.resize(engines.live)
         self.rollouts.slots.resize(self.parts.rollout.occupancy()[1])
         if self.grading is not None and self.parts.grader is not None:
             self.grading.slots.resize(self.parts.grader.occupancy()[1])

@@ -14,7 +14,7 @@ from scripted import Run, ScriptedLearner, ScriptedPool, ScriptedSource, even_sl
 
 from envs.task import Split, Task, TaskKind
 from grader.exchange import GradeReply, GradeRequest
-from infra.errors import GagarError
+from infra.errors import EngineError, GagarError
 from infra.pool import ActorLost
 from learner.group import PayloadsLost
 from orchestrator.archive import GroupArchive
@@ -289,6 +289,18 @@ def test_a_run_whose_every_trajectory_is_lost_ends_with_an_error(tmp_path: Path)
     with pytest.raises(ExceptionGroup) as e:
         run.go()
     assert e.group_contains(GagarError, match="abort_after_s")
+
+
+def test_a_pool_without_engines_ends_the_run(tmp_path: Path) -> None:
+    def rollout(task: Task, trajectory_id: str, group_id: str) -> Trajectory:
+        run.engines.live = 0
+        run.scheduler.resize()
+        return trajectory(trajectory_id, task=task, status=Status.INFRA_ENGINE)
+
+    run = Run(tmp_path, run_config(), rollout=rollout, rollout_delay_s=0.05)
+    with pytest.raises(ExceptionGroup) as e:
+        run.go()
+    assert e.group_contains(EngineError, match=r"no policy engine is left.*--resume")
 
 
 def test_a_rollout_pool_without_workers_ends_the_run(tmp_path: Path) -> None:
