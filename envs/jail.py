@@ -24,6 +24,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import IO, Any
 
@@ -42,6 +43,9 @@ USER_ID = 1000
 NOBODY = 65534
 SYSTEM_FOLDERS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
+_FOLDER = "gagar-jail-"
+STALE_S = 3600.0
+"""Age at which the folder of a jail that starts belongs to a worker that was killed."""
 RESET_TIMEOUT_S = 10.0
 MAX_OPEN_FILES = 512
 """Descriptors of one process: they bound the kernel's memory behind pipes and sockets, which nothing else counts."""
@@ -56,6 +60,7 @@ class JailProvider:
         self._config = config
         self._bwrap = find_bwrap()
         self._idle: list[JailServer] = []
+        _sweep()
 
     async def start(self) -> JailedSandbox:
         """See `SandboxProvider.start`."""
@@ -109,7 +114,7 @@ class JailServer:
     @classmethod
     async def start(cls, config: JailSandbox, bwrap: str) -> JailServer:
         """Start a server and wait until it runs a command. Raises SandboxError with what the jail said."""
-        folder = tempfile.mkdtemp(prefix="gagar-jail-")
+        folder = tempfile.mkdtemp(prefix=_FOLDER)
         try:
             server = cls._launch(config, bwrap, f"{folder}/socket")
             await server._wait(config.start_timeout_s)
@@ -227,6 +232,14 @@ class UnixRuntime(RemoteRuntime):
         if self._session is not None:
             await self._session.close()
             self._session = None
+
+
+def _sweep() -> None:
+    """Remove what workers that were killed while they started a jail have left: a folder is needed for seconds."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*"):
+        with contextlib.suppress(OSError):
+            if folder.stat().st_uid == os.geteuid() and time.time() - folder.stat().st_mtime > STALE_S:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 _USERNS_HINT = (
