@@ -92,16 +92,18 @@ class ChatFormat:
         self._tokenizer = tokenizer
         self._plain = _without_added_tokens(tokenizer)
         self._added = frozenset(tokenizer.get_added_tokens_decoder())
-        render = _Template(template, variables)
+        self.template = template
+        """Source of the chat template."""
+        render = self._render = _Template(template, variables)
         user = {"role": "user", "content": _USER}
         reply = {"role": "assistant", "content": _REPLY}
         observation = {"role": "user", "content": _OBSERVATION}
         opening = render([user], generate=True)
-        self._user_head, self._user_tail = (self._markup(part) for part in _between(opening, _USER))
+        self._user_head, self._user_tail = (self.markup(part) for part in _between(opening, _USER))
         self._system = self._system_parts(render, user)
         following = render([user, reply, observation], generate=True)
         end_and_head, tail = _between(_between(following, _REPLY)[1], _OBSERVATION)
-        closing = self._markup(end_and_head)
+        closing = self.markup(end_and_head)
         stop_at = next((index for index, token in enumerate(closing) if token in self._added), None)
         if stop_at is None:
             raise ConfigError(
@@ -109,7 +111,7 @@ class ChatFormat:
                 f"{end_and_head!r}); use a template whose assistant turns end with one"
             )
         self._close, self._observation_head = closing[: stop_at + 1], closing[stop_at + 1 :]
-        self._observation_tail = self._markup(tail)
+        self._observation_tail = self.markup(tail)
         self.end_id: int = closing[stop_at]
         """The token that ends an assistant message."""
         self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys((self.end_id, *extra_stop_ids)))
@@ -173,7 +175,22 @@ class ChatFormat:
         """Whether a generation ends with a stop token."""
         return bool(ids) and ids[-1] in self.stop_ids
 
-    def _markup(self, text: str) -> list[int]:
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        """Text of a conversation up to and including the next assistant header. Raises ConfigError where the template
+        refuses it."""
+        return self._render(messages, generate=True, tools=tools)
+
+    def after_stop(self, closing: Sequence[int]) -> Sequence[int]:
+        """What follows the token that ends an assistant message, of the markup behind one.
+
+        Raises ConfigError where no special token ends it."""
+        for index, token in enumerate(closing):
+            if token in self._added:
+                return closing[index + 1 :]
+        raise ConfigError("the chat template puts no special token after an assistant message; use another template")
+
+    def markup(self, text: str) -> list[int]:
+        """Tokens of text that the template wrote: special tokens where it names them."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
@@ -186,7 +203,7 @@ class ChatFormat:
             middle, tail = _between(rest, _USER)
         except ConfigError:
             return None
-        return self._markup(head), self._markup(middle), self._markup(tail)
+        return self.markup(head), self.markup(middle), self.markup(tail)
 
 
 class _Template:
@@ -228,9 +245,12 @@ class _Template:
         except TemplateError as error:
             raise ConfigError(f"the chat template does not compile: {error}") from error
 
-    def __call__(self, messages: Sequence[Mapping[str, str]], *, generate: bool) -> str:
+    def __call__(
+        self, messages: Sequence[Mapping[str, Any]], *, generate: bool, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> str:
+        variables = {**self._variables, **({"tools": list(tools)} if tools else {})}
         try:
-            return self._compiled.render(messages=list(messages), add_generation_prompt=generate, **self._variables)
+            return self._compiled.render(messages=list(messages), add_generation_prompt=generate, **variables)
         except self._error as error:
             raise ConfigError(
                 f"the chat template refuses a conversation of {len(messages)} messages: {error}"
