@@ -25,6 +25,7 @@ from configs.schema import (
     EndpointGraderBackend,
     EngineConfig,
     GraderConfig,
+    ListedSource,
     MinirepoSource,
     ModalSandbox,
     RemoteSandbox,
@@ -68,7 +69,8 @@ def quotas(config: RunConfig) -> Iterator[Problem]:
         kinds = tuple(sorted(source.kinds)) if isinstance(source, MinirepoSource) else ()
         if twice := _twice(kinds):
             yield _problem(config, f"sources.{name}.kinds", f"names {twice} twice; remove one of them")
-        stream = (source.type, source.seed, kinds)
+        place = source.path if isinstance(source, ListedSource) else ""
+        stream = (source.type, source.seed, kinds, place)
         if stream in streams:
             yield _problem(
                 config,
@@ -85,7 +87,8 @@ def _twice(values: Iterable[str]) -> str | None:
 
 
 def _code_quota(config: RunConfig) -> bool:
-    return any(isinstance(s, MinirepoSource) and s.groups_per_step > 0 for s in config.sources.values())
+    code = MinirepoSource | ListedSource
+    return any(isinstance(s, code) and s.groups_per_step > 0 for s in config.sources.values())
 
 
 def groups(config: RunConfig) -> Iterator[Problem]:

@@ -285,7 +285,61 @@ class ArithSource(SourceBase):
     type: Literal["arith"]
 
 
-SourceConfig = Annotated[MinirepoSource | FilesSource | ArithSource, Field(discriminator="type")]
+class ListedSource(SourceBase):
+    """What every source over a list of tasks has (kind: code): each once an epoch, in an order of each epoch's own."""
+
+    path: InputFolder
+    """Where the tasks are (relative: against the folder of the configuration file)."""
+    heldout_share: Annotated[Float, Field(ge=0.0, lt=1.0)] = 0.0
+    """Share of the tasks that are held out, chosen by a hash of their ids alone; a task's own word goes first."""
+    heldout_path: InputFolder | None = None
+    """Held-out tasks of their own, in the same format; null: heldout_share of those in path."""
+    test_timeout_s: PositiveFloat = 900.0
+    """Time limit of the tests of a task that names none."""
+
+
+class SwebenchSource(ListedSource):
+    """Rows of SWE-bench, SWE-bench Pro, SWE-Gym or SWE-smith: JSON lines or parquet."""
+
+    type: Literal["swebench"]
+    dataset: Literal["auto", "swebench", "pro", "gym", "smith"] = "auto"
+    """Whose conventions hold; auto tells swebench, pro and smith apart by the fields of each row."""
+    image: NonEmpty | None = None
+    """Image of rows that name none; {id} stands for the instance in lower case. Null: where the makers publish it."""
+    repos: InputFolder | None = None
+    """Folder of repositories, for sandboxes without images: ID/, ID.tar.gz, or a clone OWNER__NAME.git."""
+    scripts: InputFolder | None = None
+    """Folder run_scripts of SWE-bench Pro."""
+    test_command: Text | None = None
+    """How the tests run, in place of what the rows say; {tests}: the test files. Its log must name each test."""
+    hints: Flag = False
+    """Whether the statement ends with the row's hints_text."""
+
+
+class MimoSource(ListedSource):
+    """Rows whose instance_json names image, folder, statement, test patch and test command: JSON lines or parquet."""
+
+    type: Literal["mimo"]
+    repos: InputFolder | None = None
+    """Folder of repositories, for sandboxes without images: ID/, ID.tar.gz, or a clone OWNER__NAME.git."""
+
+
+class HarborSource(ListedSource):
+    """A folder of Harbor or Terminal-Bench tasks."""
+
+    type: Literal["harbor"]
+
+
+class FolderSource(ListedSource):
+    """A folder of tasks over your own repositories: each a task.toml, statement.md and a repository."""
+
+    type: Literal["folder"]
+
+
+SourceConfig = Annotated[
+    MinirepoSource | FilesSource | ArithSource | SwebenchSource | MimoSource | HarborSource | FolderSource,
+    Field(discriminator="type"),
+]
 
 
 class JailSandbox(Section):

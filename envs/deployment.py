@@ -22,6 +22,7 @@ from swerex.runtime.remote import RemoteRuntime
 from configs.schema import DockerSandbox, ModalSandbox, RemoteSandbox
 from envs.rex import FILE_TIMEOUT_S, RUNTIME_FAULTS, RexSandbox, quiet_logger
 from envs.sandbox import WORKSPACE, lost
+from envs.task import Image
 from infra.errors import SandboxError
 
 LEASE = "/tmp/.gagar-lease"
@@ -32,7 +33,7 @@ KILLED = 137
 GUARD = r"""
 name=$1 limit=$2 command=$3
 exec 2>/dev/null
-mkdir -p /workspace && cd /workspace || exit 125
+mkdir -p /workspace && cd -P /workspace || exit 125
 touch -c /tmp/.gagar-lease
 out=$(mktemp) || exit 125
 env -i PATH="$PATH" HOME=/tmp LANG=C.UTF-8 PYTHONDONTWRITEBYTECODE=1 GAGAR_RUN="$name" \
@@ -89,14 +90,14 @@ class DeploymentProvider:
 
     kind: str
 
-    def deployment(self) -> AbstractDeployment:
+    def deployment(self, image: Image | None = None) -> AbstractDeployment:
         """A deployment that is not started yet."""
         raise NotImplementedError
 
-    async def start(self) -> GuardedSandbox:
+    async def start(self, image: Image | None = None) -> GuardedSandbox:
         """See `SandboxProvider.start`."""
         try:
-            deployment = self.deployment()
+            deployment = self.deployment(image)
             deployment.logger = quiet_logger()
             # SWE-ReX blocks its event loop while it pulls and waits, so it gets one of its own.
             await asyncio.to_thread(asyncio.run, deployment.start())
@@ -130,9 +131,16 @@ class DockerProvider(DeploymentProvider):
             container_runtime=config.runtime,
         )
 
-    def deployment(self) -> AbstractDeployment:
-        """See `DeploymentProvider.deployment`."""
-        return self.settings.model_copy(deep=True).get_deployment()
+    def deployment(self, image: Image | None = None) -> AbstractDeployment:
+        """See `DeploymentProvider.deployment`. What a task asks for stands behind the run's own arguments, and wins."""
+        settings = self.settings.model_copy(deep=True)
+        if image is not None:
+            settings.image = image.name
+            settings.docker_args += [] if image.memory_mib is None else [f"--memory={image.memory_mib}m"]
+            settings.docker_args += [] if image.cpus is None else [f"--cpus={image.cpus:g}"]
+            # Images of tasks have no server of ours, and often no Python that could run it.
+            settings.python_standalone_dir = "/root"
+        return settings.get_deployment()
 
 
 class ModalProvider(DeploymentProvider):
@@ -143,9 +151,12 @@ class ModalProvider(DeploymentProvider):
     def __init__(self, config: ModalSandbox) -> None:
         self.settings = ModalDeploymentConfig(image=config.image, startup_timeout=config.start_timeout_s)
 
-    def deployment(self) -> AbstractDeployment:
+    def deployment(self, image: Image | None = None) -> AbstractDeployment:
         """See `DeploymentProvider.deployment`."""
-        return self.settings.get_deployment()
+        settings = self.settings.model_copy(deep=True)
+        if image is not None:
+            settings.image = image.name
+        return settings.get_deployment()
 
 
 class RemoteProvider:
@@ -158,7 +169,7 @@ class RemoteProvider:
         self._config = config
         self._token = token
 
-    async def start(self) -> GuardedSandbox:
+    async def start(self, image: Image | None = None) -> GuardedSandbox:
         """See `SandboxProvider.start`: waits until one of the servers is free."""
         deadline = time.monotonic() + self._config.start_timeout_s
         last = "all are taken"

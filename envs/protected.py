@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import posixpath
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from envs.task import HiddenTests, Task
 
@@ -21,18 +21,24 @@ def is_test_file(path: str) -> bool:
     return name == "conftest.py" or name.startswith("test_") or name.endswith("_test.py") or "tests" in folders
 
 
-def tampered(task: Task, tests: HiddenTests, changed: Iterable[str]) -> tuple[str, ...]:
+def tampered(
+    task: Task, tests: HiddenTests, changed: Iterable[str], base: Collection[str] | None = None
+) -> tuple[str, ...]:
     """Those of the changed paths that the verifier does not take from a patch, sorted.
 
     They are the task's test files, the places of the hidden ones, and what steers tests from outside of them, new or
     not: configuration of test runners, modules that Python imports by itself, and ones named like the standard library.
     New tests are a patch's own business. Configuration that the reference patch changes is what the task is about.
+
+    Args:
+        base: paths of the base, where `task.files` does not hold them.
     """
-    asked_for = _files_of(task.reference_patch or "")
-    roots = {root(path) for path in task.files}
+    base = task.files if base is None else base
+    asked_for = files_of(task.reference_patch or "")
+    roots = {root(path) for path in base}
     found = []
     for path in changed:
-        known = path in task.files or any(path.startswith(f"{file}/") for file in task.files)
+        known = path in base or any(path.startswith(f"{file}/") for file in base)
         hidden = any(path == file or file.startswith(f"{path}/") for file in tests.files)
         steers = _steers(path) or (root(path) not in roots and _shadows(path))
         if hidden or (known and is_test_file(path)) or (steers and path not in asked_for):
@@ -54,5 +60,6 @@ def _shadows(path: str) -> bool:
     return root(path) in sys.stdlib_module_names and path.endswith(_MODULE_ENDINGS)
 
 
-def _files_of(patch: str) -> frozenset[str]:
+def files_of(patch: str) -> frozenset[str]:
+    """Paths that a unified diff leaves changed or new."""
     return frozenset(line.removeprefix("+++ b/") for line in patch.splitlines() if line.startswith("+++ b/"))

@@ -6,11 +6,12 @@ Which kind of sandbox stands behind it is configuration alone (`make_provider`).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from configs.schema import DockerSandbox, JailSandbox, ModalSandbox, SandboxConfig
+from envs.task import Image
 from infra.errors import SandboxError
 
 WORKSPACE = "/workspace"
@@ -58,8 +59,11 @@ class Sandbox(Protocol):
 class SandboxProvider(Protocol):
     """Starts sandboxes. The caller bounds how many there are at once."""
 
-    async def start(self) -> Sandbox:
-        """A sandbox with an empty workspace and no history. Raises SandboxError."""
+    async def start(self, image: Image | None = None) -> Sandbox:
+        """A sandbox with an empty workspace and no history. Raises SandboxError.
+
+        Containers are made of `image` where one is given; other kinds have no images and start as always.
+        """
         ...
 
     async def close(self) -> None:
@@ -67,8 +71,8 @@ class SandboxProvider(Protocol):
         ...
 
 
-def make_provider(config: SandboxConfig) -> SandboxProvider:
-    """The provider that a configuration names.
+def make_provider(config: SandboxConfig, shown: Sequence[str] = ()) -> SandboxProvider:
+    """The provider that a configuration names. `shown`: folders of this host that jails see too, read-only.
 
     Raises SandboxError where this host lacks what it needs, or cannot enforce a limit and `allow_weaker` is not set.
     """
@@ -78,7 +82,7 @@ def make_provider(config: SandboxConfig) -> SandboxProvider:
     if isinstance(config, JailSandbox):
         from envs.jail import JailProvider
 
-        return JailProvider(config)
+        return JailProvider(config, shown)
     from envs.deployment import DockerProvider, ModalProvider, RemoteProvider
 
     if isinstance(config, DockerSandbox):
@@ -123,7 +127,7 @@ class ScriptedProvider:
         self.make = make
         self.started: list[ScriptedSandbox] = []
 
-    async def start(self) -> ScriptedSandbox:
+    async def start(self, image: Image | None = None) -> ScriptedSandbox:
         """See `SandboxProvider.start`."""
         await asyncio.sleep(0)
         sandbox = self.make()

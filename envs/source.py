@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import assert_never
 
-from configs.schema import ArithSource, FilesSource, MinirepoSource, SourceConfig
+from configs.schema import (
+    ArithSource,
+    FilesSource,
+    FolderSource,
+    HarborSource,
+    MimoSource,
+    MinirepoSource,
+    SourceConfig,
+    SwebenchSource,
+)
 from envs.arith import ArithTasks
 from envs.files import FilesTasks
 from envs.minirepo.family import MinirepoTasks
@@ -20,5 +29,9 @@ def make_source(name: str, config: SourceConfig) -> ExpertSource:
             return FilesTasks(name, config)
         case ArithSource():
             return ArithTasks(name, config)
+        case SwebenchSource() | MimoSource() | HarborSource() | FolderSource():
+            from envs.formats.listing import make_listed
+
+            return make_listed(name, config)
         case _:
             assert_never(config)

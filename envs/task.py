@@ -41,6 +41,39 @@ class HiddenTests:
     timeout_s: float = 60.0
 
 
+class Results(StrEnum):
+    """What a command's tests are judged by."""
+
+    EXIT_CODE = "exit_code"
+    """The command alone: 0 is a pass."""
+    LOG = "log"
+    """A status for each test, read from what the command printed."""
+    JUNIT = "junit"
+    """A status for each test, from the JUnit XML that the command writes to $GAGAR_REPORT, outside the repository."""
+    JSON = "json"
+    """The same from JSON: {"tests": [{"name": ..., "status": "PASSED"}]}."""
+    REWARD_FILE = "reward_file"
+    """The number in /logs/verifier/reward.txt: 1 is a pass."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RepositoryTests(HiddenTests):
+    """Hidden tests of a real repository, judged test by test where their results say so.
+
+    They run in the same sandbox as the tested code, which can forge whatever they print or write.
+    """
+
+    patch: str = ""
+    """Unified diff of the tests, applied over the patched tree after the files that it names were put back."""
+    outside: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Absolute folder -> path -> content: what the tests need outside of the repository."""
+    results: Results = Results.EXIT_CODE
+    parser: str = ""
+    """Whose reader a log needs (`envs.reports.read_log`); empty for the usual runners."""
+    must_pass: tuple[str, ...] = ()
+    """Names of the tests that must pass, as the results give them; empty: all that ran, and at least one."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinalState:
     """The workspace must end in a given state."""
@@ -60,6 +93,20 @@ Verifier = HiddenTests | FinalState | ExactAnswer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Image:
+    """A container image that holds the repository of a task, and what its tests need."""
+
+    name: str
+    folder: str
+    """Where the repository is in it, absolute."""
+    patch: str = ""
+    """Unified diff that belongs to the start of the task."""
+    memory_mib: int | None = None
+    cpus: float | None = None
+    """What the task asks for; None for what the sandboxes of the run have."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
     """One task: what the policy sees, where it starts, and how it is judged."""
 
@@ -72,8 +119,11 @@ class Task:
     statement: str
     """What the policy is told."""
     files: Mapping[str, str]
-    """Initial workspace, path -> content; for code tasks committed as the base of a git repository."""
+    """Initial workspace, path -> content; for code tasks committed as the base of a git repository. Large ones are
+    read where they lie (`envs.tree.RepoTree`); empty where only the image has them."""
     verifier: Verifier
+    image: Image | None = None
+    """Sandboxes that have a folder of that name use what is in it instead of `files`."""
     reference_patch: str | None = None
     """A unified diff that solves the task; explains it to the grader where configured, never a criterion (M2.3)."""
     meta: Mapping[str, str] = field(default_factory=dict)

@@ -5,28 +5,35 @@ from __future__ import annotations
 import base64
 import json
 import secrets
-import shlex
-from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 
 from envs import remote_calls, unittest_runner, workspace
 from envs.protected import is_test_file, root, tampered
+from envs.repository_judge import judge_repository
 from envs.sandbox import CommandResult, Sandbox, SandboxProvider
-from envs.shell import batch, file_commands, parse_read, read_command, unpack_commands
-from envs.task import ExactAnswer, FinalState, HiddenTests, Task
+from envs.shell import file_commands, parse_read, read_command, unpack_commands
+from envs.task import ExactAnswer, FinalState, HiddenTests, RepositoryTests, Task
+from envs.verification import (
+    INFRA,
+    LOG_CHARS,
+    MAX_NAMED,
+    NO_PATCH,
+    NO_TESTS,
+    PATCH_PATH,
+    SETUP_TIMEOUT_S,
+    Verification,
+    mark,
+    parts,
+    quoted,
+    run_steps,
+    transcript,
+    verdict,
+)
 from infra.errors import SandboxError, VerifierError
 
-SETUP_TIMEOUT_S = 60.0
-LOG_CHARS = 4000
-"""A log keeps this many characters: half from its head, half from its tail."""
-MAX_NAMED = 20
-NAME_CHARS = 200
+__all__ = ["LOG_CHARS", "MAX_NAMED", "Verification", "is_test_file", "verify_answer", "verify_patch", "verify_state"]
 
-_PATCH_PATH = "/tmp/.patch"
-_INFRA, _NO_PATCH, _NO_TESTS = 90, 91, 92
-"""Exit codes of the steps before the tests: only the first says that the sandbox, not the patch, is at fault. Nothing
-that can end with it comes after the patch: a patch that fills the disk, say, is the policy's own doing (M1.3)."""
 # Nobody's program runs here: the repository's settings are ours, and a patch cannot reach them. Compiled files that a
 # patch smuggled in would run instead of the source beside them.
 _CHANGES = """
@@ -35,35 +42,24 @@ printf '\\n=%s\\n' "$(git status --porcelain -z --no-renames --untracked-files=a
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verification:
-    """The verifier's word."""
-
-    passed: bool
-    reward: float
-    """1 for a pass, 0 for a failure."""
-    log: str
-    """What was run and printed, middle cut; for the grader and for people."""
-    tampered: tuple[str, ...] = ()
-    """Files that decide how the code is tested and that the patch changed, at most MAX_NAMED; they were put back
-    before the tests ran."""
-
-
 async def verify_patch(task: Task, patch: str, provider: SandboxProvider) -> Verification:
     """Apply a patch to the task's base in a fresh sandbox and run the hidden tests over it (M1.2).
 
     A patch that does not apply fails, and so do tests that run out of time. What decides how the code is tested is put
     back after the patch (`envs.protected`), so editing tests changes nothing. With `modules`, tested code neither sees
-    the hidden tests nor runs in the process that judges; with `command` alone it can end that command as it likes.
+    the hidden tests nor runs in the process that judges; with `command` alone it can end that command as it likes, and
+    with RepositoryTests forge the results.
     Raises VerifierError if the sandbox was not to be had, or was lost.
     """
     tests = task.verifier
     if not isinstance(tests, HiddenTests):
         raise TypeError(f"{task.task_id} has no hidden tests")
     try:
-        sandbox = await provider.start()
+        sandbox = await workspace.start(provider, task)
         try:
             await workspace.prepare(sandbox, task)
+            if isinstance(tests, RepositoryTests):
+                return await judge_repository(sandbox, task, tests, patch)
             return await _judge(sandbox, task, tests, patch)
         finally:
             await sandbox.close()
@@ -87,12 +83,12 @@ async def verify_state(task: Task, sandbox: Sandbox) -> Verification:
     found = parse_read(result.output)
     if len(found) != len(state.files):
         # The sandbox answers but its files cannot be read: the policy's own doing, so no reason to mask.
-        return _verdict(False, f"the workspace cannot be read: {result.output[-500:]}")
+        return verdict(False, f"the workspace cannot be read: {result.output[-500:]}")
     lines: list[str] = []
     for (path, wanted), got in zip(state.files.items(), found, strict=True):
         if (None if wanted is None else wanted.encode()) != got:
             lines.append(f"{path}: {'must not exist' if wanted is None else _describe(got)}")
-    return _verdict(not lines, "\n".join(lines) or "the workspace is as wanted")
+    return verdict(not lines, "\n".join(lines) or "the workspace is as wanted")
 
 
 def verify_answer(task: Task, answer: str) -> Verification:
@@ -101,14 +97,7 @@ def verify_answer(task: Task, answer: str) -> Verification:
     if not isinstance(exact, ExactAnswer):
         raise TypeError(f"{task.task_id} has no exact answer")
     passed = answer.strip() == exact.answer
-    return _verdict(passed, "right" if passed else f"answered {answer.strip()[:200]!r}")
-
-
-def _verdict(passed: bool, log: str) -> Verification:
-    if len(log) > LOG_CHARS:
-        half = LOG_CHARS // 2
-        log = f"{log[:half]}\n[{len(log) - 2 * half} characters cut]\n{log[-half:]}"
-    return Verification(passed=passed, reward=float(passed), log=log)
+    return verdict(passed, "right" if passed else f"answered {answer.strip()[:200]!r}")
 
 
 def _describe(got: bytes | str | None) -> str:
@@ -121,30 +110,30 @@ async def _judge(sandbox: Sandbox, task: Task, tests: HiddenTests, patch: str) -
     key, folder = secrets.token_hex(32), f"/tmp/.{secrets.token_hex(8)}"
     steps: list[tuple[str, int]] = []
     if tests.modules:
-        steps += [(command, _INFRA) for command in _runner(task, tests, key, folder)]
+        steps += [(command, INFRA) for command in _runner(task, tests, key, folder)]
     if patch.strip():
-        writes = file_commands(_PATCH_PATH, patch.encode("utf-8", errors="surrogateescape"))
-        steps += [(command, _INFRA) for command in writes]
-        steps.append((f"git apply --whitespace=nowarn {_PATCH_PATH}", _NO_PATCH))
-    steps.append((_CHANGES, _NO_TESTS))
-    result, failure = await _run_steps(sandbox, steps)
+        writes = file_commands(PATCH_PATH, patch.encode("utf-8", errors="surrogateescape"))
+        steps += [(command, INFRA) for command in writes]
+        steps.append((f"git apply --whitespace=nowarn {PATCH_PATH}", NO_PATCH))
+    steps.append((_CHANGES, NO_TESTS))
+    result, failure = await run_steps(sandbox, steps)
     if failure is not None:
         return failure
     changed = _changed(result.output)
     touched = tampered(task, tests, changed)
     # What the patch put there goes first: it may be a folder, or a link, in the place of a file.
     restored = {path: task.files[path] for path in changed if path in touched and path in task.files}
-    steps = [(f"rm -rf -- {' '.join(_quoted(path) for path in part)}", _NO_TESTS) for part in _parts(touched)]
+    steps = [(f"rm -rf -- {' '.join(quoted(path) for path in part)}", NO_TESTS) for part in parts(touched)]
     written = restored if tests.modules else {**restored, **tests.files}
-    steps += [(command, _NO_TESTS) for command in unpack_commands(written)]
-    _, failure = await _run_steps(sandbox, steps)
+    steps += [(command, NO_TESTS) for command in unpack_commands(written)]
+    _, failure = await run_steps(sandbox, steps)
     if failure is not None:
-        return _mark(failure, touched)
+        return mark(failure, touched)
     if not tests.modules:
         result = await sandbox.run(tests.command, timeout_s=tests.timeout_s)
-        return _mark(_verdict(result.exit_code == 0, _transcript(tests, result, result.output)), touched)
+        return mark(verdict(result.exit_code == 0, transcript(tests, result, result.output)), touched)
     result = await sandbox.run(f"python3 -I -S -B {folder} {folder}.json", timeout_s=tests.timeout_s)
-    return _mark(_read_report(tests, result, bytes.fromhex(key)), touched)
+    return mark(_read_report(tests, result, bytes.fromhex(key)), touched)
 
 
 def _runner(task: Task, tests: HiddenTests, key: str, folder: str) -> list[str]:
@@ -164,61 +153,20 @@ def _runner(task: Task, tests: HiddenTests, key: str, folder: str) -> list[str]:
     ]
 
 
-async def _run_steps(sandbox: Sandbox, steps: list[tuple[str, int]]) -> tuple[CommandResult, Verification | None]:
-    """The last result, and the verdict where a step failed that the patch answers for."""
-    result = CommandResult(output="", exit_code=0, timed_out=False, duration_s=0.0)
-    for script in batch(steps):
-        result = await sandbox.run(script, timeout_s=SETUP_TIMEOUT_S)
-        if result.exit_code == _INFRA:
-            raise SandboxError(f"the sandbox did not take the tests: {result.output[-500:]}")
-        if result.exit_code != 0:
-            what = "the patch does not apply" if result.exit_code == _NO_PATCH else "the tests cannot be put in place"
-            return result, _verdict(False, f"{what}:\n{result.output}")
-    return result, None
-
-
 def _changed(output: str) -> list[str]:
     """Paths that differ from the base, new ones included, as `_CHANGES` prints them."""
     listing = base64.b64decode(output.rpartition("\n=")[2]).decode("utf-8", errors="surrogateescape")
     return [entry[3:].rstrip("/") for entry in listing.split("\0") if entry]
 
 
-def _quoted(path: str) -> str:
-    """A path as a word of bash in ASCII: a name may hold any bytes, and a command only text."""
-    if path.isascii():
-        return shlex.quote(f"./{path}")
-    data = path.encode("utf-8", errors="surrogateescape")
-    return "./$'" + "".join(f"\\x{byte:02x}" for byte in data) + "'"
-
-
-def _parts(paths: tuple[str, ...], size: int = 100) -> list[tuple[str, ...]]:
-    return [paths[at : at + size] for at in range(0, len(paths), size)]
-
-
-def _mark(verdict: Verification, touched: tuple[str, ...]) -> Verification:
-    if not touched:
-        return verdict
-    # Names are the policy's, too.
-    shown = [path.encode("utf-8", errors="surrogateescape").decode(errors="backslashreplace") for path in touched]
-    named = tuple(repr(path)[1:-1][:NAME_CHARS] for path in shown[:MAX_NAMED])
-    more = f" and {len(touched) - len(named)} more" if len(touched) > len(named) else ""
-    what = "[the patch changed what decides how it is tested; put back before the tests ran:"
-    return replace(verdict, log=f"{what} {', '.join(named)}{more}]\n{verdict.log}", tampered=named)
-
-
 def _read_report(tests: HiddenTests, result: CommandResult, key: bytes) -> Verification:
     body, _, line = result.output.rstrip("\n").rpartition("\n")
     code, _, text = line.partition(" ")
     if not secrets.compare_digest(code.encode(), blake2b(text.encode(), key=key).hexdigest().encode()):
-        return _verdict(False, _transcript(tests, result, f"{result.output}\nno test report"))
+        return verdict(False, transcript(tests, result, f"{result.output}\nno test report"))
     report = json.loads(text)
     if "cannot" in report:
         raise SandboxError(f"tests cannot be kept apart from tested code there: {report['cannot']}")
     counts = f"{report['passed']} of {report['run']} tests passed, {report['skipped']} skipped"
     passed = 0 < report["passed"] == report["run"] and not report["bad"]
-    return _verdict(passed, _transcript(tests, result, f"{body}\n{counts}"))
-
-
-def _transcript(tests: HiddenTests, result: CommandResult, output: str) -> str:
-    ending = f"\nkilled after {tests.timeout_s:g} s" if result.timed_out else ""
-    return f"$ {tests.command}\n{output.rstrip()}{ending}"
+    return verdict(passed, transcript(tests, result, f"{body}\n{counts}"))

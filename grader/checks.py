@@ -96,7 +96,7 @@ class Checker:
         if self._sandbox is not None and self._holds == candidate.label:
             return self._sandbox
         await self.close()
-        self._sandbox = sandbox = await self._provider.start()
+        self._sandbox = sandbox = await workspace.start(self._provider, self._group.task)
         await workspace.prepare(sandbox, self._group.task)
         patch = candidate.transcript.patch
         if patch.strip():

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from configs.errors import ConfigError, GagarError
-from orchestrator import cli_bench, cli_export, cli_grading, cli_scale, cli_simulate
+from orchestrator import cli_bench, cli_export, cli_grading, cli_scale, cli_simulate, cli_tasks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -179,6 +179,7 @@ cli_export.register(app)
 cli_scale.register(app)
 cli_simulate.register(app)
 cli_bench.register(app)
+cli_tasks.register(app)
 
 
 @config_app.command(epilog="Example: gagar config check configs/learn.yaml steps=40")
@@ -215,16 +216,26 @@ def _load(
 def _task_sources(config: RunConfig) -> Iterator[Problem]:
     """Settings that a source of tasks cannot serve."""
     from configs.problems import Problem, show
+    from envs.formats.stream import ListedTasks
     from envs.source import make_source
 
     for name, source in config.sources.items():
         try:
-            make_source(name, source)
+            tasks = make_source(name, source)
+            if config.rollout.sandbox.type == "jail" and isinstance(tasks, ListedTasks) and tasks.images_needed:
+                yield Problem(path=("sources", name, "path"), message=_without_images(tasks.images_needed))
         except ConfigError as error:
             place, _, message = str(error).removeprefix(f"sources.{name}.").partition(": ")
             value = getattr(source, place, None)
             shown = None if value is None else show(list(value) if isinstance(value, tuple) else value)
             yield Problem(path=("sources", name, place), message=message, shown=shown)
+
+
+def _without_images(needed: tuple[str, ...]) -> str:
+    return (
+        f"{len(needed)} of its tasks (e.g. {needed[0]}) have their files in an image alone, and jails have none; set "
+        "rollout.sandbox.type to docker or modal, or give their repositories (repos)"
+    )
 
 
 def _policy_folder(checkpoint: Path) -> Path:

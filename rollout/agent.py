@@ -18,6 +18,7 @@ from envs.sandbox import Sandbox, SandboxProvider
 from envs.task import FinalState, HiddenTests, Task
 from envs.verifier import Verification, verify_answer, verify_patch, verify_state
 from envs.workspace import extract_patch, prepare
+from envs.workspace import start as start_sandbox
 from infra.errors import EngineError, SandboxError, VerifierError, WorkspaceError
 from rollout.chat import ChatFormat, parse_action, render_error, render_observation
 from rollout.engine import Engine, Generation
@@ -121,7 +122,7 @@ class _Episode:
 
     async def _start(self) -> Sandbox:
         begin_s = time.monotonic()
-        sandbox = await self.provider.start()
+        sandbox = await start_sandbox(self.provider, self.task)
         try:
             await prepare(sandbox, self.task)
         except BaseException:

@@ -1,0 +1,3 @@
+def total(counts):
+    amount = sum(counts)
+    return 0

@@ -1,0 +1,2 @@
+#!/bin/bash
+sed -i "s/return net/return gross/" /app/till.py

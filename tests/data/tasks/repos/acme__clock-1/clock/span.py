@@ -1,0 +1,3 @@
+def minutes(text):
+    hours, rest = text.split(":")
+    return int(hours) * 100 + int(rest)

@@ -1,0 +1,8 @@
+import unittest
+
+from game.dice import score
+
+
+class TestDice(unittest.TestCase):
+    def test_none(self):
+        self.assertEqual(score([]), 0)

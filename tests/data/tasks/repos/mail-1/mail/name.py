@@ -1,0 +1,3 @@
+def user(address):
+    parts = address.split("@")
+    return parts[1]
