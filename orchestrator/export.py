@@ -24,13 +24,19 @@ def export_policy(source: Path, out: Path, *, step: int | None, force: bool, say
     are passed over.
 
     Raises:
-        ConfigError: `source` is neither, has no such step, or `out` is there already and `force` is not given.
+        ConfigError: `source` is neither, has no such step, or `out` is there already and `force` is not given or
+            would replace a run, a checkpoint, or what is no folder.
         StorageError: a file is not as it was written, or `out` cannot be written.
     """
-    if (out.exists() or out.is_symlink()) and not force:
-        raise ConfigError(f"{out}: is there already; give another folder, or --force to replace it")
-    if out.exists() and (not out.is_dir() or out.resolve() in (p.resolve() for p in (source, *source.parents))):
-        raise ConfigError(f"{out}: cannot be replaced (no folder, or what is to be exported lies in it); give another")
+    out = Path(os.path.abspath(out))
+    if out.exists() or out.is_symlink():
+        if not force:
+            raise ConfigError(f"{out}: is there already; give another folder, or --force to replace it")
+        if not _replaceable(out, source):
+            raise ConfigError(
+                f"{out}: cannot be replaced (a link, no folder, a run, part of a checkpoint, or what is to be exported "
+                "lies in it); give another"
+            )
     checkpoint = _find(source, step, say)
     part = out.with_name(f".{out.name}.part")
     try:
@@ -45,7 +51,7 @@ def export_policy(source: Path, out: Path, *, step: int | None, force: bool, say
         if out.exists():
             shutil.rmtree(out)
         part.rename(out)
-        sync(out.parent.absolute())
+        sync(out.parent)
     except OSError as e:
         shutil.rmtree(part, ignore_errors=True)
         raise StorageError(f"{out}: cannot be written ({e}); free space or give another folder") from e
@@ -78,7 +84,7 @@ def _find(source: Path, step: int | None, say: Callable[[str], None]) -> Path:
         verify(source, under=POLICY)
         return source
     found = sorted(
-        (p for p in (source / "checkpoints").glob("step-*") if p.name[5:].isdigit()), key=lambda p: int(p.name[5:])
+        (p for p in (source / "checkpoints").glob("step-*") if p.name[5:].isdecimal()), key=lambda p: int(p.name[5:])
     )
     if not found:
         raise ConfigError(
@@ -99,6 +105,12 @@ def _find(source: Path, step: int | None, say: Callable[[str], None]) -> Path:
         else:
             return path
     raise StorageError(f"{source}: no checkpoint of this run can be used; the messages above name what is damaged")
+
+
+def _replaceable(out: Path, source: Path) -> bool:
+    if out.is_symlink() or not out.is_dir() or out.resolve() in (p.resolve() for p in (source, *source.parents)):
+        return False
+    return not (out / "checkpoints").exists() and not any(_is_checkpoint(folder) for folder in (out, out.parent))
 
 
 def _is_checkpoint(folder: Path) -> bool:

@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, TypeAdapter, ValidationError
 
@@ -47,20 +47,25 @@ def write_manifest(folder: Path) -> None:
 
 
 def read_manifest(folder: Path) -> Mapping[str, FileFacts]:
-    """Path inside the folder -> what was written there.
+    """Path inside the folder -> what was written there. A checkpoint may come from elsewhere, so no path leads out of
+    the folder, or of what it is copied to.
 
     Raises:
         StorageError: it is missing or damaged.
     """
     path = folder / MANIFEST
     try:
-        return _FILES.validate_json(path.read_bytes())
+        files = _FILES.validate_json(path.read_bytes())
     except FileNotFoundError:
         raise StorageError(f"{path}: is missing, so nothing says whether this checkpoint is whole; {_REMEDY}") from None
     except OSError as e:
         raise StorageError(f"{path}: cannot be read ({e}); {_REMEDY}") from e
     except ValidationError as e:
         raise StorageError(f"{path}: damaged ({e.errors()[0]['msg']}); {_REMEDY}") from None
+    for name in files:
+        if "\0" in name or ".." in name.split("/") or PurePosixPath(name).as_posix() != name or name.startswith("/"):
+            raise StorageError(f"{path}: damaged ({name[:200]!r} is no path inside the checkpoint); {_REMEDY}")
+    return files
 
 
 def verify(folder: Path, *, under: str = "") -> None:

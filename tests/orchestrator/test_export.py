@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from infra.errors import StorageError
 from orchestrator import cli
 from orchestrator.checkpoint import Checkpoints
 from orchestrator.export import export_policy
+from orchestrator.manifest import write_manifest
 
 STEPS = (2, 10)
 
@@ -133,6 +135,51 @@ def test_nothing_is_overwritten_without_being_asked(run_dir: Path, tmp_path: Pat
     with pytest.raises(ConfigError, match="what is to be exported lies in it"):
         export_policy(run_dir, run_dir.parent, step=None, force=True, say=say)
     assert run_dir.is_dir()
+
+
+@pytest.fixture
+def plain_run(tmp_path: Path) -> Path:
+    """A run whose policies are no models, but files all the same."""
+    folder = tmp_path / "runs" / "plain"
+    for step in STEPS:
+        policy = folder / "checkpoints" / f"step-{step:06d}" / "policy"
+        policy.mkdir(parents=True)
+        (policy / "config.json").write_text("{}")
+        (policy.parent / "state.json").write_text("{}")
+        write_manifest(policy.parent)
+    return folder
+
+
+@pytest.mark.parametrize("what", ["checkpoint", "policy of one", "run", "other run", "file", "link", "loose link"])
+def test_runs_checkpoints_and_what_is_no_folder_are_never_replaced(plain_run: Path, tmp_path: Path, what: str) -> None:
+    other = plain_run / "checkpoints" / "step-000002"
+    out = {"checkpoint": other, "policy of one": other / "policy", "run": plain_run}.get(what, tmp_path / "out")
+    if "link" in what:
+        out.symlink_to(other / "policy" if what == "link" else tmp_path / "nowhere")
+    elif what == "file":
+        out.write_text("mine")
+    elif what == "other run":
+        (out / "checkpoints").mkdir(parents=True)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ConfigError, match=r"cannot be replaced \(a link"):
+        export_policy(plain_run, out, step=10, force=True, say=say)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("name", ["policy/../../../evil", "policy//etc/evil", "policy/./evil", "policy/a\0b", "/evil"])
+def test_a_manifest_leads_nowhere_else(plain_run: Path, tmp_path: Path, name: str) -> None:
+    checkpoint = plain_run / "checkpoints" / "step-000010"
+    facts = json.loads((checkpoint / "manifest.json").read_text())
+    (checkpoint / "manifest.json").write_text(json.dumps({**facts, name: facts["policy/config.json"]}))
+    (plain_run / "evil").write_bytes((checkpoint / "policy" / "config.json").read_bytes())
+    with pytest.raises(StorageError, match="is no path inside the checkpoint"):
+        export_policy(checkpoint, tmp_path / "a" / "b" / "out", step=None, force=False, say=say)
+    assert not (tmp_path / "a").exists()
+
+
+def test_folders_with_odd_names_are_no_checkpoints(plain_run: Path, tmp_path: Path) -> None:
+    (plain_run / "checkpoints" / "step-\u00b2").mkdir()
+    assert export_policy(plain_run, tmp_path / "out", step=None, force=False, say=say).name == "step-000010"
 
 
 def test_what_is_no_checkpoint_is_told_from_what_is(run_dir: Path, tmp_path: Path) -> None:
