@@ -134,23 +134,34 @@ class _Driver:
 
     def wait(self, silent_after_s: float) -> str:
         """Until it has ended, or was killed because it hung; returns which."""
-        last_s = time.monotonic()
+        silent_s, looked_s = 0.0, time.monotonic()
         try:
             while self._process.poll() is None:
                 ready, _, _ = select.select([self._read], [], [], _BEAT_S)
+                now_s = time.monotonic()
+                # What is longer is time in which this process was stopped itself (Ctrl-Z), and the driver with it.
+                silent_s += min(now_s - looked_s, 2 * _BEAT_S)
+                looked_s = now_s
                 if ready and os.read(self._read, 4096):
-                    last_s = time.monotonic()
+                    silent_s = 0.0
                 elif ready:  # closed: it has ended, or closes its files
                     time.sleep(0.1)
-                if time.monotonic() - last_s > silent_after_s:
+                if silent_s > silent_after_s:
                     self._process.kill()
                     self._process.wait()
                     return f"gave no sign of life for {silent_after_s:g} s and was ended"
         finally:
             os.close(self._read)
         if self.code < 0:
-            return f"was ended by {signal.Signals(-self.code).name}"
+            return f"was ended by {_signal_name(-self.code)}"
         return f"ended with exit code {self.code}"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal has a number only
+        return f"signal {number}"
 
 
 def _end_descendants(leave_s: float) -> int:

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -33,6 +34,8 @@ if "orphan" in what:
     (run / "orphan").write_text(str(child.pid))
 if "killed" in what:
     os.kill(os.getpid(), signal.SIGKILL)
+if "signalled" in what:
+    os.kill(os.getpid(), 40)
 if "hung" in what:
     os.kill(os.getpid(), signal.SIGSTOP)
 if "waits" in what:
@@ -71,6 +74,7 @@ def supervised(run: Path, behaviour: str) -> tuple[int, str, list[str]]:
         ("progress hung,finished 0", "the driver gave no sign of life for 2 s and was ended"),
         ("progress failed 1,finished 0", "the driver ended with exit code 1"),
         ("progress stalled 3,finished 0", "the driver ended with exit code 3"),
+        ("progress signalled,finished 0", "the driver was ended by signal 40"),
     ],
 )
 def test_a_driver_that_dies_hangs_or_fails_goes_on_from_its_checkpoint(
@@ -122,3 +126,23 @@ def test_sigterm_reaches_the_driver_and_ends_both(tmp_path: Path) -> None:
     output, _ = process.communicate(timeout=60)
     assert (process.returncode, output) == (1, "")
     assert (tmp_path / "run" / "starts").read_text().split() == ["fresh"]
+
+
+def test_a_pause_of_both_is_no_hung_driver(tmp_path: Path) -> None:
+    """Ctrl-Z and fg: the driver may wake up a moment after its supervisor."""
+    process = start(tmp_path / "run", "waits")
+    deadline_s = time.monotonic() + 60
+    while not (tmp_path / "run" / "waits").exists() and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    (driver,) = psutil.Process(process.pid).children()
+    driver.suspend()
+    time.sleep(0.5)
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(3.0)
+    process.send_signal(signal.SIGCONT)
+    time.sleep(0.5)
+    driver.resume()
+    time.sleep(1.0)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert (process.returncode, output) == (1, "")
