@@ -15,6 +15,7 @@ A disk that takes nothing makes the writer try again until it does; the run hold
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 import sqlite3
 from collections import deque
@@ -24,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from grader.exchange import GradeReply
 from infra.errors import StorageError
@@ -134,7 +135,9 @@ class LedgerStore:
 
     def graded(self, group_id: str, reply: GradeReply) -> None:
         """A grader has answered."""
-        self._write("UPDATE groups SET reply = ? WHERE group_id = ?", _REPLY.dump_json(reply).decode(), group_id)
+        # A model's text may hold lone surrogates; JSON's escapes carry them, UTF-8 would not.
+        text = json.dumps(_REPLY.dump_python(reply, mode="json"))
+        self._write("UPDATE groups SET reply = ? WHERE group_id = ?", text, group_id)
 
     def ended(self, group_id: str, outcome: GroupOutcome) -> None:
         """A group has left."""
@@ -251,12 +254,12 @@ class LedgerStore:
                     index=index,
                     size=size,
                     version=version,
-                    reply=_REPLY.validate_json(reply) if reply is not None else None,
+                    reply=_REPLY.validate_python(json.loads(reply)) if reply is not None else None,
                     rollouts=kept_slots(self._rollouts, group_id),
                 )
                 for group_id, source, index, size, version, reply in rows
             ]
-        except (sqlite3.Error, ValidationError) as e:
+        except (sqlite3.Error, ValueError) as e:
             raise StorageError(f"{self._path}: damaged ({e}); remove it to sample again what it held") from e
         self._ends = mark
         needed = {group_folder(self._rollouts, group_id).name for group_id in known}

@@ -72,6 +72,16 @@ def test_the_last_attempt_of_a_slot_counts(tmp_path: Path) -> None:
     assert {slot: p.name for slot, p in kept_slots(tmp_path, "g").items()} == {0: "0.10.npz", 1: "1.0.npz"}
 
 
+def test_an_answer_comes_back_as_it_was_whatever_the_model_wrote(tmp_path: Path) -> None:
+    """A server that cuts its text in the middle of a character must not end the run."""
+    store = LedgerStore(tmp_path / "ledger.sqlite", tmp_path / "rollouts")
+    given = replace(answer("code-000001"), verdict='{"reasons": "half a \ud83d', detail="\udc80")
+    store.admitted(group(1))
+    store.graded("code-000001", given)
+    store.close()
+    assert [kept.reply for kept in reopen(tmp_path, 0)] == [given]
+
+
 @pytest.mark.parametrize("damage", ["cut", "empty", "other"])
 def test_a_damaged_rollout_is_told_from_a_whole_one(tmp_path: Path, damage: str) -> None:
     path = write_rollout(tmp_path, *rollout("g/0.0"))
