@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import atexit
 import contextlib
 import json
 import logging
+import os
 import secrets
+import shutil
+import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -28,6 +33,8 @@ class Endpoint:
     """Without "/v1": Anthropic's clients take it so, OpenAI's with "/v1" behind it."""
     token: str
     """The API key; of this rollout alone."""
+    socket: str | None
+    """Where the gateway also listens, for sandboxes that see its folder."""
 
 
 class Interface(Protocol):
@@ -53,15 +60,21 @@ class Interface(Protocol):
 class Gateway:
     """Serves sessions. Belongs to one event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: str | None = None) -> None:
+        """`folder`: where a unix socket listens too, for whoever has a token; null: none does."""
         self._sessions: dict[str, Session] = {}
         self._runner: web.AppRunner | None = None
+        self._starting = asyncio.Lock()
         self._base_url = ""
+        self._socket = None if folder is None else f"{folder}/gateway"
 
     async def start(self) -> None:
         """Listen, on a port that the system chooses. Idempotent."""
-        if self._runner is not None:
-            return
+        async with self._starting:
+            if self._runner is None:
+                self._runner = await self._listen()
+
+    async def _listen(self) -> web.AppRunner:
         app = web.Application(client_max_size=MAX_BODY_BYTES)
         app.add_routes(
             [
@@ -73,12 +86,14 @@ class Gateway:
         )
         # A client that hangs up takes its request to the engine with it.
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=_GRACE_S)
-        self._runner = runner
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
         host, port = runner.addresses[0][:2]
         self._base_url = f"http://{host}:{port}"
+        if self._socket is not None:
+            await web.UnixSite(runner, self._socket).start()
+            os.chmod(self._socket, 0o666)  # commands in jails run as another user
+        return runner
 
     async def close(self) -> None:
         """Stop listening; sessions that are open are refused from now on."""
@@ -95,7 +110,7 @@ class Gateway:
         token = secrets.token_urlsafe(32)
         self._sessions[token] = session
         try:
-            yield Endpoint(base_url=self._base_url, token=token)
+            yield Endpoint(base_url=self._base_url, token=token, socket=self._socket)
         finally:
             session.close()
             del self._sessions[token]
@@ -141,6 +156,14 @@ class Gateway:
             return web.json_response(openai_chat.failure(error), status=error.status)
         model = {"id": openai_chat.MODEL, "object": "model", "created": 0, "owned_by": "gagar"}
         return web.json_response({"object": "list", "data": [model]})
+
+
+def open_folder() -> str:
+    """A new folder for a gateway's socket, which the users of sandboxes may enter; gone with this process."""
+    folder = tempfile.mkdtemp(prefix="gagar-gateway-")
+    os.chmod(folder, 0o755)
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 async def _json(request: web.Request) -> Any:

@@ -16,44 +16,16 @@ import itertools
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
-
-import numpy as np
+from dataclasses import dataclass
 
 from configs.schema import LimitsConfig
 from infra.errors import EngineError
 from rollout.chat import truncate_middle
+from rollout.context import Context, join
 from rollout.engine import Engine, Generation
 from rollout.gateway.messages import Call, Message, RefusedError, Reply
 from rollout.gateway.rendering import Renderer
 from rollout.trajectory import Payload, Status, Turn
-
-
-@dataclass(slots=True, kw_only=True)
-class Context:
-    """The tokens so far; each list has one entry a token."""
-
-    token_ids: list[int] = field(default_factory=list)
-    sampled: list[bool] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    busy: bool = False
-    """A call that goes on from its end is under way."""
-
-    def show(self, ids: Sequence[int]) -> None:
-        """Append tokens that the policy is shown."""
-        self.token_ids += ids
-        self.sampled += [False] * len(ids)
-        self.logprobs += [0.0] * len(ids)
-        self.versions += [-1] * len(ids)
-
-    def take(self, generation: Generation) -> None:
-        """Append what the policy sampled."""
-        self.token_ids += generation.token_ids
-        self.sampled += [True] * len(generation.token_ids)
-        self.logprobs += generation.logprobs
-        self.versions += generation.versions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,11 +38,6 @@ class _Point:
     """Messages up to and including the reply."""
     ended: bool
     turn: int
-
-    @property
-    def is_end(self) -> bool:
-        """Whether the context can go on from here: nothing was appended since, and nothing is about to be."""
-        return not self.context.busy and len(self.context.token_ids) == self.tokens
 
 
 @dataclass(slots=True, kw_only=True)
@@ -119,6 +86,8 @@ class Session:
         self._reserved = 0
         """Tokens that calls under way may still add."""
         self._contexts: list[Context] = []
+        self._busy: set[Context] = set()
+        """Those that a call under way goes on with."""
         self._points: dict[str, list[_Point]] = {}
         self._bodies: dict[str, tuple[int, ...]] = {}
         self._turns: list[_Turn] = []
@@ -135,13 +104,13 @@ class Session:
         chain = _chain(call)
         point = self._find(chain)
         known = point.context.token_ids[: point.tokens] if point is not None else []
-        context = point.context if point is not None and point.is_end else None
+        context = point.context if point is not None and self._is_end(point) else None
         new = self._new_tokens(call, point)
         added = len(new) + (len(known) if context is None else 0)
         budget = self._reserve(added, call.max_tokens)
         self._open += 1
         if context is not None:
-            context.busy = True
+            self._busy.add(context)
         try:
             generation = await self._generate([*known, *new], budget)
             if self._closed or not delivered():
@@ -151,7 +120,7 @@ class Session:
             self._open -= 1
             self._reserved -= added + budget
             if context is not None:
-                context.busy = False
+                self._busy.remove(context)
         if context is not None:
             self.continued += 1
         else:
@@ -205,19 +174,7 @@ class Session:
 
     def payload(self) -> Payload:
         """All contexts, back to back, in the order in which they began."""
-        lengths = [len(context.token_ids) for context in self._contexts]
-        starts = tuple(itertools.accumulate(lengths[:-1], initial=0))
-
-        def joined(name: str) -> list[Any]:
-            return [value for context in self._contexts for value in getattr(context, name)]
-
-        return Payload(
-            token_ids=np.asarray(joined("token_ids"), dtype=np.int32),
-            loss_mask=np.asarray(joined("sampled"), dtype=np.bool_),
-            logprobs=np.asarray(joined("logprobs"), dtype=np.float32),
-            versions=np.asarray(joined("versions"), dtype=np.int32),
-            contexts=starts,
-        )
+        return join(self._contexts)
 
     def _may_go_on(self) -> None:
         if self._closed:
@@ -237,8 +194,12 @@ class Session:
         """The longest beginning of the conversation that ends in a reply; one where a context ends, if there is one."""
         for key in reversed(chain[:-1]):
             if points := self._points.get(key):
-                return max(points, key=lambda point: point.is_end)
+                return max(points, key=self._is_end)
         return None
+
+    def _is_end(self, point: _Point) -> bool:
+        """Whether its context can go on from here: nothing was appended since, and nothing is about to be."""
+        return point.context not in self._busy and len(point.context.token_ids) == point.tokens
 
     def _begin(self, known: Sequence[int], *, branch: bool) -> Context:
         """A new context, which may begin with tokens of another one: those bear their loss there."""
