@@ -13,6 +13,7 @@ __all__ = [
     "EngineError",
     "GagarError",
     "GraderError",
+    "HarnessError",
     "LearnerError",
     "SandboxError",
     "StorageError",
@@ -35,6 +36,12 @@ class EngineError(GagarError):
     """An inference engine was lost or refused a request."""
 
     boundary = Boundary.ENGINE
+
+
+class HarnessError(GagarError):
+    """A harness that is not ours failed by itself (never: one that gave up, or whose budget was used up)."""
+
+    boundary = Boundary.WORKER
 
 
 class VerifierError(GagarError):

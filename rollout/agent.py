@@ -19,68 +19,33 @@ from envs.task import FinalState, HiddenTests, Task
 from envs.verifier import Verification, verify_answer, verify_patch, verify_state
 from envs.workspace import extract_patch, prepare
 from envs.workspace import start as start_sandbox
-from infra.errors import EngineError, SandboxError, VerifierError, WorkspaceError
+from infra.errors import EngineError, HarnessError, SandboxError, VerifierError, WorkspaceError
 from rollout.chat import ChatFormat, parse_action, render_error, render_observation
-from rollout.engine import Engine, Generation
+from rollout.context import Context, join
+from rollout.engine import Engine
 from rollout.trajectory import Payload, Status, Trajectory, Transcript, Turn
 
 CUT_MESSAGE = "the message was cut at its token limit; write one shorter command"
 
 
-@dataclass(slots=True, kw_only=True)
-class _Context:
-    """The tokens so far; each list has one entry a token."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """What an episode sampled, for the learner and for the trajectory's metadata."""
 
-    token_ids: list[int]
+    payload: Payload
     prompt_tokens: int
-    sampled: list[bool] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self._pad(len(self.token_ids))
-
-    def _pad(self, count: int) -> None:
-        self.sampled += [False] * count
-        self.logprobs += [0.0] * count
-        self.versions += [-1] * count
-
-    def show(self, ids: list[int]) -> None:
-        """Append tokens that the policy is shown."""
-        self.token_ids += ids
-        self._pad(len(ids))
-
-    def take(self, generation: Generation) -> None:
-        """Append what the policy sampled."""
-        self.token_ids += generation.token_ids
-        self.sampled += [True] * len(generation.token_ids)
-        self.logprobs += generation.logprobs
-        self.versions += generation.versions
-
-    @property
-    def response_tokens(self) -> int:
-        return sum(self.sampled)
-
-    def payload(self) -> Payload:
-        return Payload(
-            token_ids=np.asarray(self.token_ids, dtype=np.int32),
-            loss_mask=np.asarray(self.sampled, dtype=np.bool_),
-            logprobs=np.asarray(self.logprobs, dtype=np.float32),
-            versions=np.asarray(self.versions, dtype=np.int32),
-        )
+    drift: int = 0
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(slots=True, kw_only=True)
-class _Episode:
-    """One running trajectory."""
+class Episode:
+    """One running trajectory: what all ways of running one have in common."""
 
     task: Task
     trajectory_id: str
-    engine: Engine
-    chat: ChatFormat
     provider: SandboxProvider
     config: RolloutConfig
-    context: _Context
     turns: list[Turn] = field(default_factory=list)
     engine_s: float = 0.0
     sandbox_s: float = 0.0
@@ -93,10 +58,67 @@ class _Episode:
         return self.config.limits
 
     async def run(self) -> tuple[Status, Verification]:
-        """The episode and its verification. Raises SandboxError, EngineError or VerifierError when one is lost."""
+        """The episode and its verification.
+
+        Raises SandboxError, EngineError, VerifierError or HarnessError when one is lost.
+        """
+        raise NotImplementedError
+
+    def record(self) -> Record:
+        """What was sampled so far."""
+        raise NotImplementedError
+
+    async def start(self) -> Sandbox:
+        """A sandbox with the task in it. Raises SandboxError."""
+        begin_s = time.monotonic()
+        sandbox = await start_sandbox(self.provider, self.task)
+        try:
+            await prepare(sandbox, self.task)
+        except BaseException:
+            await sandbox.close()
+            raise
+        self.sandbox_start_s = time.monotonic() - begin_s
+        self.sandbox_s += self.sandbox_start_s
+        return sandbox
+
+    async def verify(self, sandbox: Sandbox) -> Verification:
+        """What the sandbox holds, or the last turn says, against the task. Raises SandboxError or VerifierError."""
+        begin_s = time.monotonic()
+        try:
+            if isinstance(self.task.verifier, HiddenTests):
+                self.patch = await extract_patch(sandbox)
+                # The fresh one can then take its place: one sandbox a trajectory at any time.
+                await sandbox.close()
+                return await verify_patch(self.task, self.patch, self.provider)
+            if isinstance(self.task.verifier, FinalState):
+                return await verify_state(self.task, sandbox)
+            last = self.turns[-1].action if self.turns else ""
+            return verify_answer(self.task, last)
+        finally:
+            self.verify_s = time.monotonic() - begin_s
+
+
+@dataclass(slots=True, kw_only=True)
+class _Loop(Episode):
+    """The built-in harness."""
+
+    engine: Engine
+    chat: ChatFormat
+    prompt: list[int]
+    context: Context = field(default_factory=Context)
+
+    def __post_init__(self) -> None:
+        self.context.show(self.prompt)
+
+    def record(self) -> Record:
+        """See `Episode.record`."""
+        return Record(payload=join([self.context]), prompt_tokens=len(self.prompt))
+
+    async def run(self) -> tuple[Status, Verification]:
+        """See `Episode.run`."""
         if not self.task.needs_sandbox:
             return await self._answer()
-        starting = asyncio.ensure_future(self._start())
+        starting = asyncio.ensure_future(self.start())
         sandbox: Sandbox | None = None
         try:
             status = Status.TURN_LIMIT
@@ -111,7 +133,7 @@ class _Episode:
                     status = end
                     break
             sandbox = sandbox or await starting
-            return status, await self._verify(sandbox)
+            return status, await self.verify(sandbox)
         finally:
             if sandbox is None:
                 starting.cancel()
@@ -119,18 +141,6 @@ class _Episode:
                     sandbox = await starting
             if sandbox is not None:
                 await sandbox.close()
-
-    async def _start(self) -> Sandbox:
-        begin_s = time.monotonic()
-        sandbox = await start_sandbox(self.provider, self.task)
-        try:
-            await prepare(sandbox, self.task)
-        except BaseException:
-            await sandbox.close()
-            raise
-        self.sandbox_start_s = time.monotonic() - begin_s
-        self.sandbox_s += self.sandbox_start_s
-        return sandbox
 
     async def _answer(self) -> tuple[Status, Verification]:
         """A single-turn task: the one message is the answer."""
@@ -211,21 +221,6 @@ class _Episode:
             )
         )
 
-    async def _verify(self, sandbox: Sandbox) -> Verification:
-        begin_s = time.monotonic()
-        try:
-            if isinstance(self.task.verifier, HiddenTests):
-                self.patch = await extract_patch(sandbox)
-                # The fresh one can then take its place: one sandbox a trajectory at any time.
-                await sandbox.close()
-                return await verify_patch(self.task, self.patch, self.provider)
-            if isinstance(self.task.verifier, FinalState):
-                return await verify_state(self.task, sandbox)
-            last = self.turns[-1].action if self.turns else ""
-            return verify_answer(self.task, last)
-        finally:
-            self.verify_s = time.monotonic() - begin_s
-
 
 async def run_episode(
     *,
@@ -241,17 +236,22 @@ async def run_episode(
 
     Never raises for what was lost: the trajectory then has a masked status, says what was lost, and has no payload.
     """
-    start_s = time.monotonic()
-    prompt = chat.initial(config.system_prompt, task.statement)
-    episode = _Episode(
+    episode = _Loop(
         task=task,
         trajectory_id=trajectory_id,
         engine=engine,
         chat=chat,
         provider=provider,
         config=config,
-        context=_Context(token_ids=prompt, prompt_tokens=len(prompt)),
+        prompt=chat.initial(config.system_prompt, task.statement),
     )
+    return await conclude(episode, group_id)
+
+
+async def conclude(episode: Episode, group_id: str) -> tuple[Trajectory, Payload | None, Transcript]:
+    """Run an episode to its end. Never raises for what was lost: see `run_episode`."""
+    start_s = time.monotonic()
+    task, config = episode.task, episode.config
     verdict: Verification | None = None
     error: str | None = None
     try:
@@ -269,10 +269,13 @@ async def run_episode(
         status, error = Status.INFRA_ENGINE, e.message
     except VerifierError as e:
         status, error = Status.INFRA_VERIFIER, e.message
-    context = episode.context
-    payload = context.payload() if verdict is not None else None
+    except HarnessError as e:
+        status, error = Status.INFRA_WORKER, e.message
+    record = episode.record()
+    sampled = record.payload
+    payload = sampled if verdict is not None else None
     trajectory = Trajectory(
-        trajectory_id=trajectory_id,
+        trajectory_id=episode.trajectory_id,
         group_id=group_id,
         task_id=task.task_id,
         source=task.source,
@@ -280,10 +283,10 @@ async def run_episode(
         reward=verdict.reward if verdict else None,
         passed=verdict.passed if verdict else None,
         turns=len(episode.turns),
-        prompt_tokens=context.prompt_tokens,
-        response_tokens=context.response_tokens,
-        total_tokens=len(context.token_ids),
-        policy_versions=tuple(sorted({v for v in context.versions if v >= 0})),
+        prompt_tokens=record.prompt_tokens,
+        response_tokens=int(sampled.loss_mask.sum()),
+        total_tokens=len(sampled.token_ids),
+        policy_versions=tuple(int(v) for v in np.unique(sampled.versions[sampled.loss_mask])),
         payload_sha256=payload.sha256() if payload else None,
         engine_s=episode.engine_s,
         sandbox_s=episode.sandbox_s,
@@ -292,9 +295,12 @@ async def run_episode(
         wall_s=time.monotonic() - start_s,
         error=error,
         tampered=verdict.tampered if verdict else (),
+        contexts=len(sampled.contexts),
+        drift=record.drift,
+        notes=record.notes,
     )
     transcript = Transcript(
-        trajectory_id=trajectory_id,
+        trajectory_id=episode.trajectory_id,
         turns=tuple(episode.turns),
         patch=episode.patch,
         test_log=verdict.log if verdict else "",
