@@ -46,6 +46,8 @@ START_S = 900.0
 PHASE_S = 240.0
 SETTLE_S = 5.0
 NEW_NODE_S = 5.0
+ENDED_S = 30.0
+"""What a process that hangs may live on after its place was taken."""
 CLUSTER_ROLES = ("gcs", "raylet", "ray agent", "ray worker", driven.LINGERS)
 WORK = {
     "rollout": "rollout",
@@ -300,6 +302,8 @@ def _judge(session: Session, cell: Cell, hit: victims.Hit, steps_after: int) -> 
     """Fill in `ok` and `reason`, and leave the run fit for the next cell."""
     run = session.run
     assert run is not None
+    if cell.part not in ("wandb", "node"):  # Ray takes a while to end a process that does not answer it
+        driven.wait_for(lambda: not victims.still_stopped(hit.pids), ENDED_S, 0.5)
     stopped = victims.still_stopped(hit.pids)
     if run.ended:
         cell.driver_ended = True
