@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from configs.errors import ConfigError, GagarError
-from orchestrator import cli_bench, cli_export, cli_grading, cli_scale, cli_simulate, cli_tasks
+from orchestrator import cli_bench, cli_export, cli_grading, cli_infra, cli_scale, cli_simulate, cli_tasks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -176,6 +176,7 @@ def doctor(
 
 cli_grading.register(app)
 cli_export.register(app)
+cli_infra.register(app)
 cli_scale.register(app)
 cli_simulate.register(app)
 cli_bench.register(app)
