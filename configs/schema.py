@@ -675,6 +675,9 @@ class LearnerConfig(Section):
     """Recomputes activations in the backward pass to save memory."""
     max_tokens_per_microbatch: PositiveInt = 4096
     """Sequence packing: tokens in one packed row."""
+    logprob_chunk_tokens: PositiveInt = 1024
+    """Tokens whose logits exist at once, twice in fp32: 1024 of a vocabulary of 150,000 take 1.2 GB. The loss does not
+    depend on it."""
     threads: PositiveInt = 2
     """CPU: torch threads of one rank."""
     optimizer: OptimizerConfig = OptimizerConfig()

@@ -96,34 +96,6 @@ def nll(logp: torch.Tensor) -> TokenLoss:
     )
 
 
-def token_logprobs(
-    logits: torch.Tensor, targets: torch.Tensor, temperature: float, *, chunk_tokens: int = 1024
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """log pi_theta of the targets and the entropy, both [K] fp32 in nats, at the sampling temperature.
-
-    `logits` is [K, V] in the model's dtype, `targets` [K]. fp32 copies exist for `chunk_tokens` rows at a time; in
-    training each chunk's softmax is recomputed in the backward pass rather than kept. The entropy carries no gradient.
-    """
-    import torch
-    from torch.utils.checkpoint import checkpoint
-
-    logps, entropies = [], []
-    for part, wanted in zip(torch.split(logits, chunk_tokens), torch.split(targets, chunk_tokens), strict=True):
-        if torch.is_grad_enabled() and logits.shape[0] > chunk_tokens:
-            logps.append(checkpoint(_target_logprobs, part, wanted, temperature, use_reentrant=False))
-        else:
-            logps.append(_target_logprobs(part, wanted, temperature))
-        with torch.no_grad():
-            log_probs = (part.float() / temperature).log_softmax(-1)
-            entropies.append(-(log_probs.exp() * log_probs).sum(-1))
-    return torch.cat(logps), torch.cat(entropies)
-
-
-def _target_logprobs(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:
-    scaled = logits.float() / temperature
-    return scaled.gather(-1, targets[:, None]).squeeze(-1) - scaled.logsumexp(-1)
-
-
 def _ratio(logp: torch.Tensor, old_logp: torch.Tensor) -> torch.Tensor:
     log_ratio = logp - old_logp
     bounded = log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)

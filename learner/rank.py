@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from configs.schema import LearnerConfig, LossConfig, RatioMaskLoss
 from infra.errors import ConfigError, LearnerError
 from learner.attention import PACKED
-from learner.loss import TokenLoss, nll, ppo_clip, ratio_mask, token_logprobs
+from learner.loss import TokenLoss, nll, ppo_clip, ratio_mask
 from learner.packing import Row, Sample, build_row
 from learner.phases import BACKWARD, FORWARD, OPTIMIZER, PACK, PhaseClock
 from learner.rank_setup import join, load_model
@@ -145,8 +145,11 @@ class RankCore:
         deepspeed = join(config.device, rank, world_size, store)
         import torch
 
+        from learner.chunked import replace_head
+
         self.device = torch.device("cuda", 0) if config.device == "cuda" else torch.device("cpu")
         model = load_model(config)
+        self.head = replace_head(model, temperature, config.logprob_chunk_tokens)
         with contextlib.redirect_stdout(io.StringIO()):  # the bf16 optimiser prints its memory use, forced
             self.engine: Any = deepspeed.initialize(
                 model=model,
@@ -246,14 +249,15 @@ class RankCore:
     def _logprobs(self, row: dict[str, torch.Tensor], boundaries: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
         """log pi_theta of the row's targets and the entropy where they were sampled, both [K]."""
         attention = self.engine.module.config._attn_implementation
-        logits = self.engine(
+        self.head.targets = row["targets"]
+        found = self.engine(
             input_ids=row["token_ids"][None],
             position_ids=row["position_ids"][None],
             use_cache=False,
             logits_to_keep=row["predictors"],
             **({"cu_seq_lens_q": boundaries} if attention == PACKED else {}),
         ).logits[0]
-        return token_logprobs(logits, row["targets"], self.temperature)
+        return found[:, 0], found[:, 1].detach()
 
     def _token_loss(self, logps: torch.Tensor, row: dict[str, torch.Tensor]) -> TokenLoss:
         if self.objective == "nll":

@@ -35,6 +35,7 @@ pytestmark = pytest.mark.e2e
 VOCAB = 48
 TEMPERATURE = 0.8
 ONE_ROW, FOUR_ROWS = 300, 64
+CHUNK = 11
 LENGTHS = (40, 25, 33, 18, 50, 21, 30, 12)
 GROUPS = ("a", "a", "b", "b", "b", "c", "c", "c")
 STATUS = (Status.SUBMITTED, Status.TURN_LIMIT, Status.INFRA_SANDBOX) + (Status.SUBMITTED,) * 4 + (Status.INFRA_ENGINE,)
@@ -169,6 +170,7 @@ def configured(
         zero_stage=zero_stage,
         world_size=ranks,
         max_tokens_per_microbatch=max_tokens,
+        logprob_chunk_tokens=CHUNK,
         threads=1,
         optimizer=optimizer,
         **more,

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from configs.schema import Aggregation, PpoClipLoss, RatioMaskLoss
-from learner.loss import nll, ppo_clip, ratio_mask, token_logprobs, token_weights
+from learner.loss import nll, ppo_clip, ratio_mask, token_weights
 
 
 def log(values: list[float]) -> torch.Tensor:
@@ -122,33 +122,3 @@ def test_nll() -> None:
     got = nll(logp)
     assert got.loss.tolist() == pytest.approx([math.log(2), math.log(4)])
     assert not got.masked.any()
-
-
-def test_token_logprobs_at_temperature() -> None:
-    logits = torch.tensor([[0.0, math.log(9.0)], [1.0, 1.0]])
-    logp, entropy = token_logprobs(logits, torch.tensor([0, 1]), 2.0)
-    assert logp.exp().tolist() == pytest.approx([1 / 4, 1 / 2])  # sqrt: odds 1 to 3
-    assert entropy.tolist() == pytest.approx([-(0.25 * math.log(0.25) + 0.75 * math.log(0.75)), math.log(2)])
-
-
-def test_chunks_change_neither_values_nor_gradients() -> None:
-    torch.manual_seed(0)
-    logits = torch.randn(23, 11, dtype=torch.float32)
-    targets = torch.randint(0, 11, (23,))
-    results = []
-    for chunk in (4, 1000):
-        leaf = logits.clone().requires_grad_()
-        logp, entropy = token_logprobs(leaf, targets, 0.7, chunk_tokens=chunk)
-        (logp * torch.arange(23)).sum().backward()
-        assert not entropy.requires_grad
-        results.append((logp.detach(), entropy, leaf.grad))
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
-
-
-def test_no_tokens_at_all() -> None:
-    logits = torch.zeros(0, 5, requires_grad=True)
-    logp, entropy = token_logprobs(logits, torch.zeros(0, dtype=torch.long), 1.0)
-    assert logp.shape == entropy.shape == (0,)
-    (logp.sum() * 1.0).backward()
-    assert logits.grad is not None
