@@ -21,10 +21,13 @@ from configs.models import ModelFacts, missing_files, read_facts
 from configs.problems import KeyPath, Problem, is_set, show, value_at
 from configs.schema import (
     AdvantageMode,
+    BuiltinHarness,
+    CommandHarness,
     DockerSandbox,
     EndpointGraderBackend,
     EngineConfig,
     GraderConfig,
+    JailSandbox,
     ListedSource,
     MinirepoSource,
     ModalSandbox,
@@ -143,6 +146,27 @@ def grading(config: RunConfig) -> Iterator[Problem]:
             path=("grader",),
             message=f"is missing, and algorithm.mode = {mode.value} needs grades; add a grader, or choose mode outcome",
         )
+
+
+def harness(config: RunConfig) -> Iterator[Problem]:
+    """What a harness that is not ours needs, and what it leaves without effect."""
+    chosen = config.rollout.harness
+    if isinstance(chosen, BuiltinHarness):
+        return
+    why = f"rollout.harness.type = {chosen.type} reads commands in its own way"
+    yield from _idle(config, "rollout.action_format", why)
+    if isinstance(chosen, CommandHarness):
+        if not isinstance(config.rollout.sandbox, JailSandbox):
+            yield _problem(
+                config,
+                "rollout.harness.type",
+                "reaches the gateway by a socket that only jails are shown; choose rollout.sandbox.type jail",
+            )
+        for folder in chosen.paths:
+            if not os.path.isdir(folder):
+                yield _problem(config, "rollout.harness.paths", f"names {folder}, which is no folder; give one that is")
+    elif chosen.config_file is not None and not os.path.isfile(chosen.config_file):
+        yield _problem(config, "rollout.harness.config_file", "is no file; give a configuration of mini-swe-agent")
 
 
 # ---- budgets --------------------------------------------------------------------------------------------------------
@@ -696,6 +720,7 @@ RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     groups,
     algorithm_keys,
     grading,
+    harness,
     token_budgets,
     time_budgets,
     failures,

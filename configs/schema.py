@@ -482,6 +482,35 @@ class EngineConfig(Section):
     resources: Resources = Resources()
 
 
+class BuiltinHarness(Section):
+    """Our own agent loop: one context, one command a message."""
+
+    type: Literal["builtin"] = "builtin"
+
+
+class MiniSweAgentHarness(Section):
+    """mini-swe-agent as it is published, on the workers; its commands run in the sandbox. See docs/harnesses.md."""
+
+    type: Literal["mini_swe_agent"]
+    config_file: InputFolder | None = None
+    """Its own configuration, with sections agent, model and environment; null: the one that the package ships."""
+    tool_calls: Flag = False
+    """true: commands come as calls of a tool (the chat template must render tools); false: in a fenced block."""
+
+
+class CommandHarness(Section):
+    """A program of yours, inside the sandbox (of type jail), with the gateway as its only network."""
+
+    type: Literal["command"]
+    command: Text
+    """Shell command that works on $GAGAR_TASK in the workspace; it finds the policy by OPENAI_* and ANTHROPIC_*."""
+    paths: tuple[InputFolder, ...] = ()
+    """Folders of the workers' hosts that sandboxes see too, read-only, at the same place: the program and its parts."""
+
+
+HarnessConfig = Annotated[BuiltinHarness | MiniSweAgentHarness | CommandHarness, Field(discriminator="type")]
+
+
 class RolloutConfig(Section):
     """The rollout pool: workers that run agent loops over sandboxes and engines."""
 
@@ -489,10 +518,12 @@ class RolloutConfig(Section):
     """Worker processes."""
     slots_per_worker: PositiveInt = 16
     """Trajectories that one worker runs at once."""
+    harness: HarnessConfig = BuiltinHarness()
+    """What drives the policy through tasks with a sandbox; single answers need none."""
     action_format: Literal["plain", "fenced"] = "plain"
-    """plain: the whole message is one bash command; fenced: the command is in one ```bash block."""
+    """builtin: plain: the whole message is one bash command; fenced: the command is in one ```bash block."""
     system_prompt: Text | None = None
-    """Text of a system message before each task; null: none."""
+    """builtin: text of a system message before each task; null: none."""
     limits: LimitsConfig = LimitsConfig()
     sampling: SamplingConfig = SamplingConfig()
     sandbox: SandboxConfig = JailSandbox()

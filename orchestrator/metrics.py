@@ -217,6 +217,8 @@ def _trajectories(out: Metrics, facts: StepFacts) -> None:
         out.mean(f"trajectories/{key}_mean", values)
         out.percentiles(f"trajectories/{key}", values)
         out.histogram(f"trajectories/{key}", values)
+    for key in ("contexts", "drift"):
+        out.mean(f"trajectories/{key}_mean", [float(t[key]) for t in valid if key in t])
 
 
 _GRADERS = {

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from configs.schema import RolloutConfig
+from configs.schema import CommandHarness, RolloutConfig
 from envs.sandbox import make_provider
 from envs.task import Split, Task
 from infra import process
@@ -20,6 +20,8 @@ from infra.errors import StorageError
 from rollout.agent import run_episode
 from rollout.chat import ChatFormat
 from rollout.engine import Engine, EngineClient
+from rollout.gateway.server import Gateway, open_folder
+from rollout.harness import make_harness, run_harness_episode
 from rollout.spool import read_rollout, write_rollout
 from rollout.trajectory import Payload, Status, Trajectory, Transcript
 
@@ -38,7 +40,12 @@ class RolloutWorker:
         self._chat = ChatFormat.load(model_dir)
         self._chat.initial(config.system_prompt, "")
         self._engine = engine
-        self._provider = make_provider(config.sandbox)
+        self._harness = make_harness(config)
+        # A command in the sandbox reaches the gateway by a socket in a folder that the sandbox sees.
+        inside = config.harness if isinstance(config.harness, CommandHarness) else None
+        folder = open_folder() if inside is not None else None
+        self._gateway = Gateway(folder)
+        self._provider = make_provider(config.sandbox, [] if inside is None else [str(folder), *inside.paths])
         self._name = f"{platform.node()}:{os.getpid()}"
 
     async def ping(self) -> bool:
@@ -59,16 +66,7 @@ class RolloutWorker:
         """
         start_s = time.monotonic()
         try:
-            episode = await run_episode(
-                task=task,
-                trajectory_id=trajectory_id,
-                group_id=group_id,
-                engine=self._engine,
-                chat=self._chat,
-                provider=self._provider,
-                config=self._config,
-            )
-            trajectory, payload, transcript = episode
+            trajectory, payload, transcript = await self._episode(task, trajectory_id, group_id)
             trajectory = replace(trajectory, worker=self._name)
             wanted = task.split is Split.TRAIN and not trajectory.status.masked
             if self._keep is not None and payload is not None and wanted:
@@ -83,6 +81,23 @@ class RolloutWorker:
                 task, trajectory_id, group_id, Status.INFRA_WORKER, detail, wall_s, worker=self._name
             )
             return trajectory, None, Transcript(trajectory_id=trajectory_id, turns=(), patch="", test_log="")
+
+    async def _episode(
+        self, task: Task, trajectory_id: str, group_id: str
+    ) -> tuple[Trajectory, Payload | None, Transcript]:
+        """By the built-in loop, or the run's harness where there is a sandbox to work in."""
+        parts: dict[str, Any] = {
+            "task": task,
+            "trajectory_id": trajectory_id,
+            "group_id": group_id,
+            "engine": self._engine,
+            "chat": self._chat,
+            "provider": self._provider,
+            "config": self._config,
+        }
+        if self._harness is None or not task.needs_sandbox:
+            return await run_episode(**parts)
+        return await run_harness_episode(harness=self._harness, gateway=self._gateway, **parts)
 
     async def restore(self, path: Path) -> tuple[Trajectory, Payload, Transcript]:
         """A rollout that an earlier session of the run finished, as `rollout` returned it. Raises StorageError."""
