@@ -59,8 +59,8 @@ def read_log(log: str, parser: str = "") -> dict[str, Status]:
     before = ""
     for line in _COLOUR.sub("", log).splitlines():
         if match := _PYTEST_SUMMARY.match(line):
-            # What went wrong stands behind the name of a test that failed; a parameter may hold the same dash.
-            name = match[2] if match[1] in ("PASSED", "XFAIL") else match[2].split(" - ")[0]
+            # What went wrong stands behind the name of any other test; a parameter may hold the same dash.
+            name = match[2] if match[1] == "PASSED" else match[2].split(" - ")[0]
             _note(found, name.strip(), _WORDS[match[1]])
         elif match := _PYTEST_PROGRESS.match(line):
             _note(found, match[1], _WORDS[match[2]])

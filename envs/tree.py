@@ -36,6 +36,11 @@ class Entry:
     executable: bool = False
     link: bool = False
 
+    @property
+    def text(self) -> str:
+        """The content; bytes that are no UTF-8 as surrogate escapes."""
+        return self.content.decode("utf-8", errors="surrogateescape")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepoTree(Mapping[str, str]):
@@ -53,7 +58,7 @@ class RepoTree(Mapping[str, str]):
     """Unified diff that belongs to the start of the task."""
 
     def __getitem__(self, path: str) -> str:
-        return entries(self)[path].content.decode("utf-8", errors="surrogateescape")
+        return entries(self)[path].text
 
     def __iter__(self) -> Iterator[str]:
         return iter(entries(self))
@@ -82,6 +87,11 @@ class RepoTree(Mapping[str, str]):
 
 @lru_cache(maxsize=KEPT_TREES)
 def entries(tree: RepoTree) -> dict[str, Entry]:
+    """The files of a tree as they were when this process first read them. Raises WorkspaceError."""
+    return read_entries(tree)
+
+
+def read_entries(tree: RepoTree) -> dict[str, Entry]:
     """The files of a tree by path, sorted. Raises WorkspaceError."""
     try:
         found = dict(sorted(_patched(_read(tree), tree.patch).items()))

@@ -20,10 +20,10 @@ from envs.formats.records import (
     read_folder_files,
 )
 from envs.task import HiddenTests, Image, RepositoryTests, Results, Split
-from envs.tree import RepoTree
+from envs.tree import RepoTree, read_entries
 from infra.errors import WorkspaceError
 
-SMALL_CHARS = 256 * 1024
+SMALL_BYTES = 256 * 1024
 """Repositories of plain text up to this size travel with the task; larger ones are read where they lie."""
 
 
@@ -129,17 +129,13 @@ def _files(folder: Path, about: _About) -> dict[str, str] | RepoTree:
     if not tree.commit and (place / ".git").exists():
         raise Broken("repository.commit", None, "is missing; name the commit of the clone that the task starts from")
     try:
-        return dict(tree) if _small(tree) else tree
+        found = read_entries(tree)
     except WorkspaceError as error:
         raise Broken("repository", str(place), error.message) from None
-
-
-def _small(tree: RepoTree) -> bool:
-    from envs.tree import entries
-
-    found = entries(tree).values()
-    plain = all(not entry.link and not entry.executable for entry in found)
-    return plain and sum(len(entry.content) for entry in found) <= SMALL_CHARS
+    plain = not any(entry.link or entry.executable for entry in found.values())
+    if plain and sum(len(entry.content) for entry in found.values()) <= SMALL_BYTES:
+        return {path: entry.text for path, entry in found.items()}
+    return tree
 
 
 def _tests(folder: Path, about: _Tests, config: FolderSource) -> HiddenTests:

@@ -10,7 +10,7 @@ from typing import Any
 
 from configs.errors import ConfigError
 from envs.task import HiddenTests, Split, Task, TaskKind, Verifier
-from envs.tree import RepoTree
+from envs.tree import RepoTree, read_entries
 
 SHOWN_CHARS = 80
 SHOWN_FINDINGS = 5
@@ -159,7 +159,9 @@ def checked_diff(text: str, field: str) -> str:
 
 def read_folder_files(folder: Path) -> dict[str, str]:
     """Path -> content of the files of a folder; bytes that are no UTF-8 are surrogate escapes."""
-    return dict(RepoTree(path=str(folder))) if folder.is_dir() and any(folder.iterdir()) else {}
+    if not folder.is_dir() or not any(folder.iterdir()):
+        return {}
+    return {path: entry.text for path, entry in read_entries(RepoTree(path=str(folder))).items()}
 
 
 def code_task(record_id: str, statement: str, files: Mapping[str, str], verifier: HiddenTests, **more: Any) -> Task:

@@ -115,7 +115,7 @@ async def judge(record: Record, provider: SandboxProvider, *, times: int) -> Out
     except (SandboxError, VerifierError) as error:
         judgement, detail = Judgement.LOST, error.message
     else:
-        judgement, detail = _judged(start, reference)
+        judgement, detail = judged(start, reference)
     return Outcome(
         record=record.record_id,
         digest=digest_of(record),
@@ -127,7 +127,8 @@ async def judge(record: Record, provider: SandboxProvider, *, times: int) -> Out
     )
 
 
-def _judged(start: Sequence[Verification], reference: Sequence[Verification]) -> tuple[Judgement, str]:
+def judged(start: Sequence[Verification], reference: Sequence[Verification]) -> tuple[Judgement, str]:
+    """What the verdicts say together, and the log of one that is not as it should be."""
     for verdicts in (start, reference):
         if len({verdict.passed for verdict in verdicts}) > 1:
             return Judgement.FLAKY, next(verdict.log for verdict in verdicts if not verdict.passed)
