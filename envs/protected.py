@@ -26,22 +26,27 @@ def tampered(
 ) -> tuple[str, ...]:
     """Those of the changed paths that the verifier does not take from a patch, sorted.
 
-    They are the task's test files, the places of the hidden ones, and what steers tests from outside of them, new or
-    not: configuration of test runners, modules that Python imports by itself, and ones named like the standard library.
-    New tests are a patch's own business. Configuration that the reference patch changes is what the task is about.
+    They are the task's test files, the places of the hidden ones, what Python would import in the place of either, and
+    what steers tests from outside of them, new or not: configuration of test runners, `__init__.py` in folders of tests
+    that had none, modules that Python imports by itself, and ones named like the standard library. New tests are a
+    patch's own business. Configuration that the reference patch changes is what the task is about.
 
     Args:
         base: paths of the base, where `task.files` does not hold them.
     """
     base = task.files if base is None else base
     asked_for = files_of(task.reference_patch or "")
-    roots = {root(path) for path in base}
+    roots = importable(base)
+    judges = [path for path in (*tests.files, *filter(is_test_file, base)) if path.endswith(".py")]
+    places = {_module(path) for path in judges}
     found = []
     for path in changed:
         known = path in base or any(path.startswith(f"{file}/") for file in base)
         hidden = any(path == file or file.startswith(f"{path}/") for file in tests.files)
-        steers = _steers(path) or (root(path) not in roots and _shadows(path))
-        if hidden or (known and is_test_file(path)) or (steers and path not in asked_for):
+        replaces = {_module(path), _module(path).removesuffix("/__init__")} & places
+        contains = path not in base and _makes_package(path, judges)
+        steers = contains or _steers(path) or (root(path) not in roots and _shadows(path))
+        if hidden or replaces or (known and is_test_file(path)) or (steers and path not in asked_for):
             found.append(path)
     return tuple(sorted(set(found)))
 
@@ -51,13 +56,38 @@ def root(path: str) -> str:
     return path.split("/")[0].split(".")[0]
 
 
+def importable(paths: Iterable[str]) -> set[str]:
+    """Names that Python imports from the root of a repository with these files. A folder that is no package yields to
+    the standard library, whatever lies in it."""
+    modules = [path for path in paths if path.endswith(_MODULE_ENDINGS)]
+    return {
+        root(path)
+        for path in modules
+        if root(path) not in sys.stdlib_module_names or "/" not in path or path == f"{root(path)}/__init__.py"
+    }
+
+
+def _module(path: str) -> str:
+    """What Python imports as one: a/b for a/b.py, a/b.abi3.so, and a/b itself, which may be a link."""
+    folder, name = posixpath.split(path)
+    return posixpath.join(folder, name.split(".")[0]) if path.endswith(_MODULE_ENDINGS) else path
+
+
+def _makes_package(path: str, judges: Iterable[str]) -> bool:
+    """Whether a folder of tests becomes a package by this file, which then runs before they do."""
+    folder = posixpath.dirname(path)
+    is_inside = is_test_file(path) and any(file.startswith(f"{folder}/") for file in judges)
+    return is_inside and _module(path).endswith("/__init__")
+
+
 def _steers(path: str) -> bool:
     name = posixpath.basename(path)
     return name in _CONFIGURATION or name in _START_UP or name.endswith(".pth")
 
 
 def _shadows(path: str) -> bool:
-    return root(path) in sys.stdlib_module_names and path.endswith(_MODULE_ENDINGS)
+    is_module = path.endswith(_MODULE_ENDINGS) or path == root(path)  # a link to a folder is a package, too
+    return is_module and root(path) in sys.stdlib_module_names
 
 
 def files_of(patch: str) -> frozenset[str]:

@@ -24,9 +24,17 @@ OUTPUT_BYTES = 32 * 1024
 
 
 def install_imports(link: Link, sources: dict[str, str], roots: set[str]) -> None:
-    """Tests are imported from `sources`, the modules of the repository (`roots` name the known ones) from the child."""
+    """Tests are imported from `sources`, the modules of the repository (`roots` name the known ones) from the child.
+
+    New ones only if a test names them: what the standard library looks for in vain, for other Pythons say, is not for
+    the child to give. What unittest needs is there before.
+    """
     import importlib.util
     import linecache
+    import re
+    import unittest  # noqa: F401
+
+    named = set(re.findall(r"\w+", "\n".join([*sources, *sources.values()])))
 
     class RemoteModule(types.ModuleType):
         __spec__: Any
@@ -79,7 +87,7 @@ def install_imports(link: Link, sources: dict[str, str], roots: set[str]) -> Non
                 if file in sources:
                     tests: Any = FromSources(file)
                     return importlib.util.spec_from_loader(name, tests, origin=file, is_package=is_package)
-            if not self.everything and top not in roots:
+            if top not in roots and not (self.everything and top in named):
                 return None
             roots.add(top)
             child: Any = FromChild()

@@ -9,7 +9,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from envs import remote_calls, unittest_runner, workspace
-from envs.protected import is_test_file, root, tampered
+from envs.protected import importable, is_test_file, tampered
 from envs.repository_judge import judge_repository
 from envs.sandbox import CommandResult, Sandbox, SandboxProvider
 from envs.shell import file_commands, parse_read, read_command, unpack_commands
@@ -143,7 +143,7 @@ def _runner(task: Task, tests: HiddenTests, key: str, folder: str) -> list[str]:
         "key": key,
         "modules": tests.modules,
         "sources": {path: content for path, content in {**visible, **tests.files}.items() if path.endswith(".py")},
-        "roots": sorted({root(path) for path in task.files}),
+        "roots": sorted(importable(task.files)),
     }
     return [
         f"mkdir -p {folder}/envs",

@@ -222,7 +222,8 @@ CHEATS = {
     "test_loop": Cheat(command="rm test_visible.py; ln -s test_visible.py test_visible.py",
                        tampered=("test_visible.py",)),
     "hidden_guess": Cheat(files={"test_hidden.py": "import unittest\n"}, tampered=("test_hidden.py",)),
-    "hidden_folder": Cheat(files={"test_hidden.py/x": "", "test_hidden/__init__.py": ""}),
+    "hidden_folder": Cheat(files={"test_hidden.py/x": "", "test_hidden/__init__.py": ""},
+                           tampered=("test_hidden/__init__.py",)),
     "hidden_link": Cheat(command="ln -s /tmp/elsewhere test_hidden.py", tampered=("test_hidden.py",)),
     "load_tests": Cheat(files={"test_visible.py": VISIBLE + "def load_tests(*a): return unittest.TestSuite()\n"},
                         tampered=("test_visible.py",)),
@@ -327,6 +328,73 @@ async def test_a_right_patch_passes_with_all_that_was_planted(provider: JailProv
     verdict = await honest(provider, patch)
     assert verdict.passed, verdict.log
     assert set(verdict.tampered) == {*planted} - {"test_more.py"}
+
+
+@pytest.mark.parametrize(
+    ("command", "tampered"),
+    [
+        ("mkdir test_hidden; echo 'import os; os._exit(0)' > test_hidden/__init__.py", "test_hidden/__init__.py"),
+        ("mkdir test_visible; echo 'import os; os._exit(0)' > test_visible/__init__.py", "test_visible/__init__.py"),
+        ("mkdir -p a/b; echo 'import os; os._exit(0)' > a/b/__init__.py; ln -s a/b test_hidden", "test_hidden"),
+        ("mkdir -p a/b; echo 'import os; os._exit(0)' > a/b/__init__.py; ln -s a/b unittest", "unittest"),
+        ("echo 'import os; os._exit(0)' > tests/__init__.py", "tests/__init__.py"),
+    ],
+)
+async def test_nothing_is_imported_in_the_place_of_tests(provider: JailProvider, command: str, tampered: str) -> None:
+    """Where a command judges alone, too: `python3 -m unittest` prefers a package to the module of the same name."""
+    assert isinstance(TASK.verifier, HiddenTests)
+    task = replace(
+        TASK,
+        files={**TASK.files, "tests/test_more.py": VISIBLE},
+        verifier=replace(TASK.verifier, modules=(), command=f"{TASK.verifier.command} tests.test_more"),
+    )
+    verdict = await verify_patch(task, await patch_by(provider, f"mkdir -p tests; {command}"), provider)
+    assert (verdict.passed, verdict.tampered) == (False, (tampered,))
+
+
+async def test_a_folder_of_tests_is_not_made_a_package_that_answers_for_them(provider: JailProvider) -> None:
+    """Else `from tests import wanted` would get what the patch wants."""
+    assert isinstance(TASK.verifier, HiddenTests)
+    hidden = HIDDEN.replace("import unittest", "import unittest\nfrom tests import wanted").replace(
+        "True)", "wanted.YES)"
+    )
+    task = replace(
+        TASK,
+        files={**TASK.files, "tests/wanted.py": "YES = True\n"},
+        verifier=replace(TASK.verifier, files={"tests/test_hidden.py": hidden}, modules=("tests.test_hidden",)),
+    )
+    evil = "from shop.core import Same as S\nclass wanted: YES = S\n"
+    core = (
+        "class Same: pass\ndef allowed(n): return Same if n < 4 else 0\ndef shape(n): return {'n': n, 'even': True}\n"
+    )
+    patch = await patch_by(provider, "true", {"tests/__init__.py": evil, "shop/core.py": core})
+    verdict = await verify_patch(task, patch, provider)
+    assert (verdict.passed, verdict.tampered) == (False, ("tests/__init__.py",))
+    assert "2 of 3 tests passed" in verdict.log
+    verdict = await verify_patch(task, await patch_by(provider, "true", {"shop/core.py": HONEST}), provider)
+    assert verdict.passed, verdict.log
+
+
+async def test_what_the_standard_library_looks_for_in_vain_does_not_come_from_the_patch(provider: JailProvider) -> None:
+    """`copy` and `pickle` try `org.python.core`, for another Python, and would work with what they get."""
+    assert isinstance(TASK.verifier, HiddenTests)
+    hidden = HIDDEN.replace("import unittest", "import copy, pickle, unittest")
+    task = replace(TASK, verifier=replace(TASK.verifier, files={"test_hidden.py": hidden}))
+    planted = "print('ENTERED', flush=True)\nclass PyStringMap: copy = None\n"
+    files = {"org/__init__.py": "", "org/python/__init__.py": "", "org/python/core.py": planted, "shop/core.py": HONEST}
+    verdict = await verify_patch(task, await patch_by(provider, "true", files), provider)
+    assert verdict.passed, verdict.log
+    assert "ENTERED" not in verdict.log
+
+
+async def test_names_of_data_are_no_names_of_modules(provider: JailProvider, solution: str) -> None:
+    """`logging.conf` and `html/` do not make the judge take `logging` from the tested code; nor may a patch make them
+    shadow it."""
+    task = replace(TASK, files={**TASK.files, "logging.conf": "x\n", "difflib/x.txt": "x\n", "html/y.html": "x\n"})
+    verdict = await verify_patch(task, solution, provider)
+    assert verdict.passed, verdict.log
+    patch = await patch_by(provider, "true", {"difflib/__init__.py": PASS_ALL, "html.py": PASS_ALL})
+    assert (await verify_patch(task, patch, provider)).tampered == ("difflib/__init__.py", "html.py")
 
 
 async def test_configuration_that_the_reference_changes_is_the_task(provider: JailProvider) -> None:
