@@ -99,5 +99,5 @@ def _lines(text: str) -> list[str]:
 def _blob(text: str | None) -> str:
     if text is None:
         return "0000000"
-    data = text.encode()
+    data = text.encode("utf-8", errors="surrogateescape")
     return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()[:7]

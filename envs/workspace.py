@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import shlex
 
 from envs.sandbox import WORKSPACE, Sandbox, SandboxProvider
@@ -43,10 +44,12 @@ if [ -d .git ]; then git ls-files -z > {_TRACKED} && rm -rf .git; else find . -t
 _ADD_ADOPTED = f"xargs -0 -r sh -c 'git add -f -- \"$@\" 2>/dev/null || true' add < {_TRACKED} && git add -A ."
 # The policy may have changed the repository's settings: hooks, filters and monitors of its own must not run here.
 _GIT = "git -c core.fsmonitor=false -c core.hooksPath=/dev/null -c core.quotePath=true -c core.autocrlf=false"
+# No command runs any more: a lock is what one left that was killed. Files may hold any bytes, and output only text.
 _DIFF = f"""
-{_GIT} add -A . &&
+rm -rf .git/index.lock
+{_GIT} add -A . && printf '\\n=' &&
 {_GIT} diff --cached --binary --no-color --no-ext-diff --no-textconv --no-renames --src-prefix=a/ --dst-prefix=b/ \
-{BASE_REF} -- . | head -c {MAX_PATCH_BYTES}; exit ${{PIPESTATUS[0]}}
+{BASE_REF} -- . | head -c {MAX_PATCH_BYTES} | base64 -w0; exit ${{PIPESTATUS[0]}}
 """
 
 
@@ -103,8 +106,11 @@ async def _run(sandbox: Sandbox, task: Task, commands: list[str], timeout_s: flo
 async def extract_patch(sandbox: Sandbox) -> str:
     """Everything that changed since the base commit, new and binary files included, as `git diff` prints it.
 
-    Empty where nothing changed, and where the policy broke the repository so that git cannot tell: both are verified as
-    they are. Raises SandboxError only when the sandbox is lost.
+    Bytes that are no UTF-8 come as surrogate escapes. Empty where nothing changed, and where the policy broke the
+    repository so that git cannot tell: both are verified as they are. Raises SandboxError only when the sandbox is
+    lost.
     """
     result = await sandbox.run(_DIFF, timeout_s=SETUP_TIMEOUT_S)
-    return result.output if result.exit_code == 0 else ""
+    if result.exit_code != 0:
+        return ""
+    return base64.b64decode(result.output.rpartition("\n=")[2]).decode("utf-8", errors="surrogateescape")

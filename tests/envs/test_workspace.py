@@ -110,6 +110,27 @@ async def test_everything_since_the_base_counts_and_the_patch_recreates_it(
     await other.close()
 
 
+async def test_bytes_that_are_no_text_come_out_as_they_are(provider: JailProvider, sandbox: Sandbox) -> None:
+    """Latin-1, say: a patch in which such a byte became another would not apply, and a right solution would fail."""
+    await prepare(sandbox, CODE)
+    await shell(sandbox, "printf 'caf\\xe9 \\x85\\r\\n\\xe2\\x80\\xa8\\r' > README")
+    patch = await extract_patch(sandbox)
+    assert "+caf\udce9 \udc85\r\n+\u2028\r" in patch
+    other = await provider.start()
+    await prepare(other, CODE)
+    await other.write_files({"p": patch})
+    await shell(other, "git apply --whitespace=nowarn p")
+    assert await shell(other, "base64 README") == await shell(sandbox, "base64 README")
+    await other.close()
+
+
+async def test_what_a_killed_git_left_does_not_hide_the_work(sandbox: Sandbox) -> None:
+    """The final state is verified as it is (M1.3)."""
+    await prepare(sandbox, CODE)
+    await shell(sandbox, "echo y >> README; touch .git/index.lock")
+    assert "+y" in await extract_patch(sandbox)
+
+
 @pytest.mark.parametrize(
     "trick",
     [
