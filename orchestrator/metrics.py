@@ -217,8 +217,8 @@ def _trajectories(out: Metrics, facts: StepFacts) -> None:
         out.mean(f"trajectories/{key}_mean", values)
         out.percentiles(f"trajectories/{key}", values)
         out.histogram(f"trajectories/{key}", values)
-    for key in ("contexts", "drift"):
-        out.mean(f"trajectories/{key}_mean", [float(t[key]) for t in valid if key in t])
+    for key, built_in in (("contexts", 1), ("drift", 0)):
+        out.mean(f"trajectories/{key}_mean", [float(t.get(key, built_in)) for t in valid])
 
 
 _GRADERS = {
