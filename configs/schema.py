@@ -687,6 +687,26 @@ class OptimizerConfig(Section):
     """Optimiser steps over which the learning rate rises linearly from 0."""
 
 
+class LoraConfig(Section):
+    """Low-rank adapters: the model stays as it is, and the small matrices A and B beside some of its layers train.
+    Engines and checkpoints' `policy` folders get whole weights, W + alpha / rank B A."""
+
+    rank: PositiveInt = 16
+    """Rows of A and columns of B."""
+    alpha: PositiveFloat = 32.0
+    """The adapters' part is scaled by alpha / rank."""
+    target_modules: Annotated[tuple[NonEmpty, ...], Field(min_length=1)] = (
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    )
+    """Names of the linear layers that get adapters, in every block; not the output layer or the embeddings."""
+
+
 class LearnerConfig(Section):
     """The DeepSpeed actor group."""
 
@@ -711,6 +731,8 @@ class LearnerConfig(Section):
     depend on it."""
     threads: PositiveInt = 2
     """CPU: torch threads of one rank."""
+    lora: LoraConfig | None = None
+    """null: all weights train."""
     optimizer: OptimizerConfig = OptimizerConfig()
     placement: Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"] = "PACK"
     """How several ranks share nodes: PACK on as few as possible, STRICT_PACK on one, SPREAD on many, STRICT_SPREAD on

@@ -382,8 +382,9 @@ def _publish(core: RankCore, target: TransferTarget, version: int) -> tuple[floa
     if core.publisher is None or core.publisher.target != target:
         if core.publisher is not None:
             core.publisher.shutdown()
-        parameters = list(core.engine.module.named_parameters())
-        core.publisher = Publisher(target, rank=core.rank, parameters=parameters, full=core.named_full_parameters)
+        core.publisher = Publisher(
+            target, rank=core.rank, parameters=core.policy_parameters(), full=core.named_full_parameters
+        )
     seconds: float = core.publisher.publish(version)
     return seconds, core.publisher.sent
 

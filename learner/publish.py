@@ -20,8 +20,9 @@ FullParameters = Callable[[], Iterator[tuple[str, "torch.Tensor"]]]
 class Publisher:
     """One rank's side of the transfer, set up once. Every rank has one, and all of them publish together.
 
-    `parameters` are the module's own (`named_parameters()`): names, dtypes and whole shapes are read from them without
-    gathering (ZeRO 3 keeps the shape as `ds_shape`). `full` yields the same names in the same order, gathered.
+    `parameters` are the policy's (`RankCore.policy_parameters`): names, dtypes and whole shapes are read from them
+    without gathering (ZeRO 3 keeps the shape as `ds_shape`). `full` yields the same names in the same order, gathered,
+    and with adapters merged in.
     """
 
     def __init__(

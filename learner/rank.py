@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from configs.schema import LearnerConfig, LossConfig, RatioMaskLoss
 from infra.errors import ConfigError, LearnerError
 from learner.attention import PACKED
+from learner.lora import adapter_of, add_adapters, merged, whole_parameters
 from learner.loss import TokenLoss, nll, ppo_clip, ratio_mask
 from learner.packing import Row, Sample, build_row
 from learner.phases import BACKWARD, FORWARD, OPTIMIZER, PACK, PhaseClock
@@ -70,7 +71,7 @@ class Applied:
 
 
 def deepspeed_config(config: LearnerConfig, parameters: int) -> dict[str, Any]:
-    """The DeepSpeed configuration of a rank whose model has that many parameters."""
+    """The DeepSpeed configuration of a rank that trains that many parameters."""
     optimizer = config.optimizer
     params: dict[str, Any] = {
         "lr": optimizer.lr,
@@ -150,11 +151,13 @@ class RankCore:
         self.device = torch.device("cuda", 0) if config.device == "cuda" else torch.device("cpu")
         model = load_model(config)
         self.head = replace_head(model, temperature, config.logprob_chunk_tokens)
+        if config.lora is not None:
+            add_adapters(model, config.lora)
         with contextlib.redirect_stdout(io.StringIO()):  # the bf16 optimiser prints its memory use, forced
             self.engine: Any = deepspeed.initialize(
                 model=model,
                 model_parameters=[p for p in model.parameters() if p.requires_grad],
-                config=deepspeed_config(config, sum(p.numel() for p in model.parameters())),
+                config=deepspeed_config(config, sum(p.numel() for p in model.parameters() if p.requires_grad)),
             )[0]
         self.engine.train()
 
@@ -215,10 +218,12 @@ class RankCore:
         )
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """The full gradient of every parameter, fp32 on the CPU; between `accumulate` and `apply` only. Collective."""
+        """The full gradient of every parameter that trains, fp32 on the CPU; between `accumulate` and `apply` only.
+        Collective."""
         from deepspeed.utils import safe_get_full_grad
 
-        return {name: safe_get_full_grad(p).detach().float().cpu() for name, p in self.engine.module.named_parameters()}
+        trained = [(name, p) for name, p in self.engine.module.named_parameters() if p.requires_grad]
+        return {name: safe_get_full_grad(p).detach().float().cpu() for name, p in trained}
 
     def apply(self, *, lr_scale: float = 1.0) -> Applied:
         """The optimiser step on the accumulated gradient: clip, AdamW. A gradient that is not finite is thrown away."""
@@ -275,25 +280,33 @@ class RankCore:
 
     # ---- weights and state ------------------------------------------------------------------------------------------
 
+    def policy_parameters(self) -> list[tuple[str, Any]]:
+        """(Hugging Face name, parameter) as `named_full_parameters` yields them, not gathered and without adapters."""
+        return [(name, parameter) for name, parameter, _ in whole_parameters(self.engine.module)]
+
     def named_full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(Hugging Face name, whole parameter) one by one, on this rank's device; tied ones once. Collective.
+        """(Hugging Face name, whole parameter) one by one, on this rank's device; tied ones once, adapters merged into
+        what they adapt. Collective.
 
         Under ZeRO 3 a parameter is gathered while it is yielded, so copy what is to be kept.
         """
         import deepspeed
 
-        for name, parameter in self.engine.module.named_parameters():
-            with deepspeed.zero.GatheredParameters([parameter], enabled=self.config.zero_stage == 3):
-                yield name, parameter.data
+        for name, parameter, adapted in whole_parameters(self.engine.module):
+            parts = [parameter] if adapted is None else [parameter, *adapter_of(adapted)]
+            with deepspeed.zero.GatheredParameters(parts, enabled=self.config.zero_stage == 3):
+                yield name, parameter.data if adapted is None else merged(adapted)
 
     def save(self, folder: str, version: int = 0) -> None:
         """Writes weights, optimiser state and counters for an exact resume with the same ranks. Collective.
+
+        With `learner.lora` the frozen weights are left out: they are the start model's.
 
         `version` is the policy version of the weights; `load` gives it back. Raises StorageError where the disk takes
         nothing; the rank is as it was.
         """
         with on_disk(folder):
-            self.engine.save_checkpoint(folder, tag=_TAG)
+            self.engine.save_checkpoint(folder, tag=_TAG, exclude_frozen_parameters=self.config.lora is not None)
             save_rng(folder, self.rank, cuda=self.config.device == "cuda")
             if self.rank == 0:
                 state = {
@@ -301,6 +314,7 @@ class RankCore:
                     "version": version,
                     "world_size": self.world_size,
                     "zero_stage": self.config.zero_stage,
+                    "lora": self._lora(),
                 }
                 (Path(folder) / _STATE).write_text(json.dumps(state) + "\n")
 
@@ -313,17 +327,24 @@ class RankCore:
         if not path.is_file():
             raise LearnerError(f"{folder} holds no learner state ({_STATE} is missing); resume from another checkpoint")
         state = json.loads(path.read_text())
-        for key, now in (("world_size", self.world_size), ("zero_stage", self.config.zero_stage)):
-            if state[key] != now:
+        present = {"world_size": self.world_size, "zero_stage": self.config.zero_stage, "lora": self._lora()}
+        for key, now in present.items():
+            saved = state.get(key)
+            if saved != now:
                 raise LearnerError(
-                    f"{folder} was saved with learner.{key}={state[key]}, this run has {now}; resume with {state[key]}"
+                    f"{folder} was saved with learner.{key}={saved}, this run has {now}; resume with {saved}"
                 )
-        loaded, _ = self.engine.load_checkpoint(folder, tag=_TAG, load_lr_scheduler_states=False)
+        loaded, _ = self.engine.load_checkpoint(
+            folder, tag=_TAG, load_lr_scheduler_states=False, load_module_strict=self.config.lora is None
+        )
         if loaded is None:
             raise LearnerError(f"DeepSpeed could not read the state in {folder}; resume from an earlier checkpoint")
         load_rng(folder, self.rank, cuda=self.config.device == "cuda")
         self.steps = state["steps"]
         return int(state["version"])
+
+    def _lora(self) -> dict[str, Any] | None:
+        return None if self.config.lora is None else self.config.lora.model_dump(mode="json")
 
     def export_hf(self, folder: str) -> None:
         """Writes an HF folder that transformers and vLLM load. Collective; rank 0 writes.
