@@ -180,6 +180,7 @@ def test_ranks_share_nodes_as_placement_says() -> None:
         (("learner.placement=STRICT_PACK",), r"learner\.resources: 16 ranks on one node .*STRICT_PACK.*--cpus"),
         (("rollout.resources={}",), r"rollout\.resources=\{\}: .*set e\.g\. rollout\.resources\.cpus"),
         (("output=runs",), r"output=runs: is a folder of one host.*output=/shared/runs"),
+        (("output=my/runs",), r"output=my/runs: is a folder of one host"),
         (("output=/tmp/runs",), r"output=/tmp/runs: is a folder of one host"),
         (("learner.model=/home/me/policy",), r"learner\.model=/home/me/policy: .*learner\.model=/shared/models"),
     ],
