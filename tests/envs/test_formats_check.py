@@ -252,9 +252,9 @@ def test_formats_are_told_apart(tmp_path: Path) -> None:
         find_format(tmp_path)
 
 
-def numbered(tmp_path: Path, count: int, **keys: Any) -> ListedTasks:
+def numbered(tmp_path: Path, count: int, step: int = 1, **keys: Any) -> ListedTasks:
     file = tmp_path / "many.jsonl"
-    rows = [{**ROW, "instance_id": f"a-{n}", "image_name": "i"} for n in range(count)]
+    rows = [{**ROW, "instance_id": f"a-{n}", "image_name": "i"} for n in range(count)][::step]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return make_listed("mine", SwebenchSource(type="swebench", groups_per_step=1, path=str(file), **keys))
 
@@ -273,7 +273,7 @@ def test_each_task_comes_once_an_epoch_in_another_order(tmp_path: Path) -> None:
 
 
 def test_held_out_tasks_follow_from_their_ids_alone(tmp_path: Path) -> None:
-    few, many = (numbered(tmp_path, count, heldout_share=0.3) for count in (40, 80))
+    few, many = (numbered(tmp_path, count, step, heldout_share=0.3) for count, step in ((40, 1), (80, -1)))
     held = {record.record_id for record in few.records[Split.HELDOUT]}
     assert 4 <= len(held) <= 20
     assert held <= {record.record_id for record in many.records[Split.HELDOUT]}
