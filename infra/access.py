@@ -14,7 +14,13 @@ from pathlib import Path
 LOOPBACK = "127.0.0.1"
 _LOOPBACK_DEVICE = "lo"
 
-_TAKEN = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER")
+_TASK_EVENTS = "RAY_task_events_report_interval_ms"
+"""0: nobody keeps a line of every call that was ever made; there is no dashboard to show them, and Ray's control store
+would grow by some 80 MiB an hour."""
+_TAKEN = (
+    *("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"),
+    _TASK_EVENTS,
+)
 
 
 @contextmanager
@@ -39,6 +45,7 @@ def own_ray() -> Iterator[None]:
             "RAY_AUTH_TOKEN": None,
             "RAY_AUTH_TOKEN_PATH": str(path),
             ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0",
+            _TASK_EVENTS: "0",
         }
     )
     clusters, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
