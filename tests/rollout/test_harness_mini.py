@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
 from sampling_engine import SamplingEngine
 from test_agent import CODE
+from test_gateway_clients import TOOL_TEMPLATE
+from test_gateway_harness import episode, provider
 from test_gateway_session import check_exact
 
 from configs.schema import JailSandbox, LimitsConfig, MiniSweAgentHarness, RolloutConfig
@@ -89,3 +91,38 @@ async def test_it_solves_a_task_in_the_jail(gateway: Gateway, chat: ChatFormat, 
     # What follows a reply is exactly the observation, as the built-in loop would show it.
     first = chat.initial("", CODE.statement)
     assert payload.token_ids[: len(first)].tolist() == first
+
+
+async def test_its_tool_calls_are_rendered_by_the_template(
+    gateway: Gateway, tokenizer_dir: str, tmp_path: Path, harness: Harness
+) -> None:
+    for file in Path(tokenizer_dir).iterdir():
+        (tmp_path / file.name).write_text(file.read_text())
+    (tmp_path / "chat_template.jinja").write_text(TOOL_TEMPLATE)
+    chat = ChatFormat.load(str(tmp_path))
+    commands = iter(["ls", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"])
+
+    def script(prompt: Sequence[int]) -> Sequence[int]:
+        call = f'{{"name": "bash", "arguments": {{"command": "{next(commands)}"}}}}'
+        return chat.encode(f"THOUGHT\n<tool_call>\n{call}\n</tool_call>")
+
+    engine = SamplingEngine([], script=script)
+    shipped = make_harness(RolloutConfig(harness=MiniSweAgentHarness(type="mini_swe_agent", tool_calls=True)))
+    trajectory, payload, _ = await episode(
+        gateway, chat, engine, harness=shipped, sandboxes=provider(), max_turns=3, max_turn_tokens=400,
+        max_total_tokens=20_000, wall_s=500,
+    )  # fmt: skip
+    assert (trajectory.status, trajectory.turns, trajectory.drift) == (Status.SUBMITTED, 2, 0), trajectory
+    assert payload is not None
+    check_exact(payload, engine, "g/0.0")
+
+
+async def test_a_fault_of_its_configuration_masks(gateway: Gateway, chat: ChatFormat, tmp_path: Path) -> None:
+    (tmp_path / "bad.yaml").write_text("agent: {system_template: '', instance_template: '{{ nobody }}'}\n")
+    harness = make_harness(
+        RolloutConfig(harness=MiniSweAgentHarness(type="mini_swe_agent", config_file=str(tmp_path / "bad.yaml")))
+    )
+    engine = SamplingEngine([5])
+    trajectory, payload, _ = await episode(gateway, chat, engine, harness=harness)
+    assert trajectory.status is Status.INFRA_WORKER and payload is None
+    assert "nobody" in (trajectory.error or "")
