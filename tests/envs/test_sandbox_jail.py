@@ -271,7 +271,9 @@ async def test_jails_work_under_uvloop() -> None:
     assert await asyncio.to_thread(uvloop.run, visit()) == "hello\n"
 
 
-async def test_folders_of_jails_whose_worker_was_killed_are_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_folders_of_jails_whose_worker_was_killed_are_swept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     old, new, other = (tmp_path / name for name in ("gagar-jail-old", "gagar-jail-new", "other"))
     for folder in (old, new, other):
