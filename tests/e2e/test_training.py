@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -202,3 +203,15 @@ def test_graded_groups_are_archived_shown_and_graded_again(run_dir: Path, tmp_pa
     assert graded.returncode == 0, graded.stdout + graded.stderr
     assert {row["group_id"] for row in lines(output)} <= asked
     assert "valid verdicts" in graded.stdout
+
+
+def test_every_metric_of_a_real_run_is_documented(run_dir: Path) -> None:
+    text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    documented = set(re.findall(r"^\| `([^`]+)` \|", text, flags=re.MULTILINE))
+    names = {name for line in lines(run_dir / "metrics.jsonl") for name in line} - {"step", "time_s", "histograms"}
+    general = {re.sub(r"/(minirepo|files|arith)(?=/|$)", "/{source}", name) for name in names}
+    general = {re.sub(r"^(grading/fallback_rate)/\w+$", r"\1/{reason}", name) for name in general}
+    general = {re.sub(r"^(infra/failures)/\w+$", r"\1/{class}", name) for name in general}
+    general = {re.sub(r"^pool/(rollout|engine|grader)/", "pool/{pool}/", name) for name in general}
+    assert general - documented == set()
+    assert {"restarts/learner", "storage/faults_total", "pool/rollout/busy"} <= names
