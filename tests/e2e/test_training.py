@@ -212,6 +212,6 @@ def test_every_metric_of_a_real_run_is_documented(run_dir: Path) -> None:
     general = {re.sub(r"/(minirepo|files|arith)(?=/|$)", "/{source}", name) for name in names}
     general = {re.sub(r"^(grading/fallback_rate)/\w+$", r"\1/{reason}", name) for name in general}
     general = {re.sub(r"^(infra/failures)/\w+$", r"\1/{class}", name) for name in general}
-    general = {re.sub(r"^pool/(rollout|engine|grader)/", "pool/{pool}/", name) for name in general}
+    general = {re.sub(r"^pool/(rollout|engine|grader)/", "pool/{name}/", name) for name in general}
     assert general - documented == set()
     assert {"restarts/learner", "storage/faults_total", "pool/rollout/busy"} <= names
