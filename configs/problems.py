@@ -113,13 +113,16 @@ def _locate(loc: Sequence[str | int], data: Any) -> tuple[KeyPath, Any, bool]:
 
 
 def _suggest(path: KeyPath, model: type[BaseModel], data: Mapping[str, Any]) -> str:
-    """A remedy for an unknown key: the close name in its section, the same name elsewhere, or what there is."""
+    """A remedy for an unknown key: the same name further down, the close name in its section, the same name elsewhere,
+    or what there is."""
     key, parent = str(path[-1]), ".".join(map(str, path[:-1]))
+    elsewhere = [p for p in known_keys(model) if p.rsplit(".", 1)[-1] == key and p != ".".join(map(str, path))]
+    if below := [p for p in elsewhere if parent and p.startswith(f"{parent}.")]:
+        return f"did you mean {below[0]}?"
     siblings = [name for name, _ in _children(model, path[:-1], data)]
     close = difflib.get_close_matches(key, siblings, n=1)
     if close:
         return f"did you mean {'.'.join([parent, close[0]] if parent else [close[0]])}?"
-    elsewhere = [p for p in known_keys(model) if p.rsplit(".", 1)[-1] == key and p != ".".join(map(str, path))]
     if elsewhere:
         return f"did you mean {elsewhere[0]}?"
     return f"remove it; known here: {', '.join(siblings)}" if siblings else "remove it"

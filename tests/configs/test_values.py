@@ -107,7 +107,7 @@ def told(file: Path, override: str) -> str:
         ("grader.backend=vllm", "must be a section with type: 'vllm' or 'endpoint'; write it as `key: value` lines"),
         (
             "sources=null",
-            "must be a section of names, each with a section with type: 'minirepo', 'files' or 'arith'; w",
+            "must be a section of names, each with a section with type: 'minirepo', 'files', 'arith', 'swe",
         ),
         ("engine.resources.custom={a: -1}", "engine.resources.custom.a = -1: must be a finite number above 0; rai"),
     ],
@@ -126,7 +126,7 @@ def test_what_a_key_takes_and_what_was_meant(run_file: Path, override: str, expe
         ("~learner.model", "learner.model: is required; add it: text that is not empty"),
         ("~sources.code.groups_per_step", "groups_per_step: is required; add it: a whole number of at least 0"),
         ("grader.backend.engine.resources.memory=1", "unknown key; remove it; known here: cpus, gpus, custom"),
-        ("grader.backend.engine.lora=1", "unknown key; remove it; known here: model, replicas, dtype, device, max_mo"),
+        ("grader.backend.engine.adapter=1", "unknown key; remove it; known here: model, replicas, dtype, device, max_mo"),
         (
             "sources.chat.kinds=[a]",
             "kinds = [a]: unknown key; only sections with type: 'minirepo' have it; remove it; known",
