@@ -12,6 +12,7 @@ import pytest
 
 from configs.errors import GagarError
 from configs.schema import RunConfig
+from orchestrator.manifest import write_manifest
 from orchestrator.plan import make_plan, render
 
 WEIGHTS = b'{"a":{"dtype":"F32","shape":[10,4],"data_offsets":[0,160]},"__metadata__":{"format":"pt"}}'
@@ -67,6 +68,7 @@ def write_run(config: RunConfig, *steps: int) -> Path:
         folder = run_dir / "checkpoints" / f"step-{step:06d}"
         folder.mkdir(parents=True)
         (folder / "state.json").write_text(json.dumps({"step": step}))
+        write_manifest(folder)
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "config.yaml").write_text("name: test\n")
     return run_dir
