@@ -126,7 +126,10 @@ def test_what_a_key_takes_and_what_was_meant(run_file: Path, override: str, expe
         ("~learner.model", "learner.model: is required; add it: text that is not empty"),
         ("~sources.code.groups_per_step", "groups_per_step: is required; add it: a whole number of at least 0"),
         ("grader.backend.engine.resources.memory=1", "unknown key; remove it; known here: cpus, gpus, custom"),
-        ("grader.backend.engine.adapter=1", "unknown key; remove it; known here: model, replicas, dtype, device, max_mo"),
+        (
+            "grader.backend.engine.adapter=1",
+            "unknown key; remove it; known here: model, replicas, dtype, device, max_mo",
+        ),
         (
             "sources.chat.kinds=[a]",
             "kinds = [a]: unknown key; only sections with type: 'minirepo' have it; remove it; known",
