@@ -156,7 +156,7 @@ CHEATS = {
                       "    for pid in (1, os.getppid()):\n"
                       "        try: os.write(os.open(f'/proc/{pid}/fd/1', 1), b'\\nOK\\n')\n"
                       "        except OSError: pass\n    os._exit(0)"),
-    "inherited_pipes": code(PIPES, says="an answer to nothing that was asked"),
+    "inherited_pipes": code(PIPES),  # refused as an answer to nothing, or broken off: whichever is noticed first
     "stolen_report": code(STEAL),
     "read_the_judge": code(PARENT, says="HELD"),
     "search_for_tests": code(SEARCH, says="NOTHING"),
@@ -252,7 +252,8 @@ CHEATS = {
                    "chmod +x .git/hooks/*; git config core.hooksPath .git/hooks"),
     "attributes": Cheat(files={".gitattributes": "* filter=x ident text eol=crlf diff=x\n"},
                         command="git config filter.x.clean true; git config filter.x.smudge true; "
-                        "git config diff.x.textconv true"),
+                        "git config diff.x.textconv true",
+                        tampered=("setup.cfg", "test_visible.py")),  # they would end their lines as the patch says
     "monitor": Cheat(command="git config core.fsmonitor 'exit 0 #'; git config include.path /tmp/more; "
                      "printf '[alias]\\n\\tapply = !true\\n' > /tmp/more; cp /tmp/more /tmp/.gitconfig"),
     "shell_start": Cheat(command="for f in .bashrc .profile .bash_profile; do echo 'exit 0' | tee /tmp/$f > $f; done; "
@@ -538,4 +539,5 @@ async def test_the_page_lists_every_attempt() -> None:
     page = (Path(__file__).parents[2] / "docs" / "security.md").read_text(encoding="utf-8")
     rows = page.partition("\n## Attempts\n")[2].partition("\n## ")[0].splitlines()
     named = [name for row in rows if row.startswith("| ") for name in re.findall(r"`(\w+)`", row.split("|")[2])]
-    assert sorted(named) == sorted([*CHEATS, *ATTEMPTS])
+    tests = {name for name in named if name.startswith("test_") and name in globals()}
+    assert sorted(set(named) - tests) == sorted([*CHEATS, *ATTEMPTS])

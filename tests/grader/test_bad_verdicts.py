@@ -23,6 +23,7 @@ OF_THE_VERDICT = set(FallbackReason) - {
     FallbackReason.TIMEOUT,
     FallbackReason.ENGINE_ERROR,
     FallbackReason.ENDPOINT_ERROR,
+    FallbackReason.ENDPOINT_LOST,
     FallbackReason.GRADER_ERROR,
     FallbackReason.WORKER_LOST,
 }

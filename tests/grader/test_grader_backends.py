@@ -294,7 +294,7 @@ async def test_an_endpoint_that_cuts_or_refuses(monkeypatch: pytest.MonkeyPatch)
 
     async with serving(answer) as server:
         grader = GraderWorker(grader_config(**endpoint_config(server.url)), RubricConfig())
-        for reason in (R.TRUNCATED, R.PROMPT_TOO_LONG, R.ENDPOINT_ERROR):
+        for reason in (R.TRUNCATED, R.PROMPT_TOO_LONG, R.ENDPOINT_LOST):
             reply = await grade(grader)
             assert reply.fallback_reason is reason
             asked += 1
