@@ -13,6 +13,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -63,46 +65,51 @@ def test_a_real_disk_that_fills_up_holds_the_run_and_costs_nothing(tmp_path: Pat
     assert not off[0] and "goes on" in off[1]
 
 
-@pytest.fixture
-def small_files() -> Any:
-    """No file of this process may grow beyond 4 KiB (EFBIG); Python ignores the signal."""
+@contextmanager
+def limited() -> Iterator[Callable[[], None]]:
+    """No file of this process may grow beyond 4 KiB (EFBIG), until what this gives is called; Python ignores the
+    signal. No fixture: the limit must be gone when pytest writes how the test ended, into a file perhaps."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
-    yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    try:
+        yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_lines_wait_in_order_and_no_half_one_stays(tmp_path: Path, small_files: Any) -> None:
-    storage = Storage()
-    path = tmp_path / "x.jsonl"
-    file = JsonlFile(path, sync=True, storage=storage)
-    for n in range(50):
-        file.append({"n": n, "text": "x" * 200})
-    assert file.waiting == 50 - len(lines(path)) > 0, "what is there is whole lines"
-    assert path.read_bytes().endswith(b"\n")
-    (fault,) = storage.faults()
-    assert fault.path == path and fault.error == os.strerror(errno.EFBIG)
-    assert str(path) in storage.message() and "free space" in storage.message()
-    storage.retry()
-    assert file.waiting > 0
-    small_files()
-    storage.retry()
-    assert storage.faults() == () and file.waiting == 0
-    file.append({"n": 50})
-    file.close()
-    assert [line["n"] for line in lines(path)] == list(range(51))
+def test_lines_wait_in_order_and_no_half_one_stays(tmp_path: Path) -> None:
+    with limited() as small_files:
+        storage = Storage()
+        path = tmp_path / "x.jsonl"
+        file = JsonlFile(path, sync=True, storage=storage)
+        for n in range(50):
+            file.append({"n": n, "text": "x" * 200})
+        assert file.waiting == 50 - len(lines(path)) > 0, "what is there is whole lines"
+        assert path.read_bytes().endswith(b"\n")
+        (fault,) = storage.faults()
+        assert fault.path == path and fault.error == os.strerror(errno.EFBIG)
+        assert str(path) in storage.message() and "free space" in storage.message()
+        storage.retry()
+        assert file.waiting > 0
+        small_files()
+        storage.retry()
+        assert storage.faults() == () and file.waiting == 0
+        file.append({"n": 50})
+        file.close()
+        assert [line["n"] for line in lines(path)] == list(range(51))
 
 
-def test_without_a_storage_a_line_that_cannot_be_written_is_an_error(tmp_path: Path, small_files: Any) -> None:
-    file = JsonlFile(tmp_path / "x.jsonl", sync=False)
-    for _ in range(4096 // len('{"text": ""}' + "x" * 200 + "\n")):
-        file.append({"text": "x" * 200})
-    with pytest.raises(StorageError, match=r"x\.jsonl: cannot be written .*free space"):
-        file.append({"text": "x" * 200})
-    whole = lines(tmp_path / "x.jsonl")
-    small_files()
-    file.append({"n": 1})
-    assert lines(tmp_path / "x.jsonl") == [*whole, {"n": 1}], "the failed one is not written later"
+def test_without_a_storage_a_line_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    with limited() as small_files:
+        file = JsonlFile(tmp_path / "x.jsonl", sync=False)
+        for _ in range(4096 // len('{"text": ""}' + "x" * 200 + "\n")):
+            file.append({"text": "x" * 200})
+        with pytest.raises(StorageError, match=r"x\.jsonl: cannot be written .*free space"):
+            file.append({"text": "x" * 200})
+        whole = lines(tmp_path / "x.jsonl")
+        small_files()
+        file.append({"n": 1})
+        assert lines(tmp_path / "x.jsonl") == [*whole, {"n": 1}], "the failed one is not written later"
 
 
 def test_a_file_that_was_cut_back_is_not_filled_with_zeros(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,14 +133,13 @@ def test_a_file_that_was_cut_back_is_not_filled_with_zeros(tmp_path: Path, monke
     assert lines(path) == [{"n": 1}, {"n": 3}]
 
 
-def test_what_still_cannot_be_written_at_the_end_is_told(
-    tmp_path: Path, small_files: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    file = JsonlFile(tmp_path / "x.jsonl", sync=False, storage=Storage())
-    for _ in range(50):
-        file.append({"text": "x" * 200})
-    file.close()
-    assert "lines could not be written and are lost" in caplog.text
+def test_what_still_cannot_be_written_at_the_end_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with limited():
+        file = JsonlFile(tmp_path / "x.jsonl", sync=False, storage=Storage())
+        for _ in range(50):
+            file.append({"text": "x" * 200})
+        file.close()
+        assert "lines could not be written and are lost" in caplog.text
 
 
 # ---- the ledger ------------------------------------------------------------------------------------------------------
@@ -233,18 +239,19 @@ def test_a_disk_that_stays_full_ends_the_run_after_a_while(tmp_path: Path) -> No
     assert run.alarms[0].on and run.alarms[0].name == "storage"
 
 
-def test_the_end_of_a_run_waits_for_what_is_not_written(tmp_path: Path, small_files: Any) -> None:
-    storage = Storage()
-    file = JsonlFile(tmp_path / "x.jsonl", sync=False, storage=storage)
-    for n in range(50):
-        file.append({"n": n, "text": "x" * 200})
+def test_the_end_of_a_run_waits_for_what_is_not_written(tmp_path: Path) -> None:
+    with limited() as small_files:
+        storage = Storage()
+        file = JsonlFile(tmp_path / "x.jsonl", sync=False, storage=storage)
+        for n in range(50):
+            file.append({"n": n, "text": "x" * 200})
 
-    async def go() -> None:
-        asyncio.get_running_loop().call_later(0.3, small_files)
-        await settle(storage, abort_after_s=20.0)
+        async def go() -> None:
+            asyncio.get_running_loop().call_later(0.3, small_files)
+            await settle(storage, abort_after_s=20.0)
 
-    asyncio.run(go())
-    assert file.waiting == 0 and len(lines(tmp_path / "x.jsonl")) == 50
+        asyncio.run(go())
+        assert file.waiting == 0 and len(lines(tmp_path / "x.jsonl")) == 50
 
 
 def test_time_that_was_down_is_a_metric() -> None:
