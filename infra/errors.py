@@ -5,7 +5,11 @@ A failure is data: it is attributed to exactly one boundary, recorded on the tra
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from configs.errors import Boundary, ConfigError, GagarError
+
+E = TypeVar("E", bound=GagarError)
 
 __all__ = [
     "Boundary",
@@ -19,7 +23,17 @@ __all__ = [
     "StorageError",
     "VerifierError",
     "WorkspaceError",
+    "first_error",
 ]
+
+
+def first_error(group: BaseExceptionGroup[BaseException], kind: type[E]) -> E | None:
+    """The first error of a kind in nested groups, as loops that fail together raise them; None if there is none."""
+    for error in group.exceptions:
+        found = first_error(error, kind) if isinstance(error, BaseExceptionGroup) else error
+        if isinstance(found, kind):
+            return found
+    return None
 
 
 class SandboxError(GagarError):

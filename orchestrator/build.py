@@ -24,7 +24,7 @@ from configs.schema import (
 )
 from grader.worker import GraderWorker
 from infra import access
-from infra.errors import GagarError
+from infra.errors import GagarError, first_error
 from infra.placement import actor_options
 from infra.pool import ActorPool
 from learner.group import LearnerGroup
@@ -279,10 +279,7 @@ def run_loop(main: Coroutine[Any, Any, T], *, stopped: str = STOPPED) -> T:
             raise
         raise GagarError(stopped) from None
     except BaseExceptionGroup as group:
-        known = group.subgroup(GagarError)
-        if known is None:
+        error = first_error(group, GagarError)
+        if error is None:
             raise
-        error: BaseException = known
-        while isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
         raise error from group

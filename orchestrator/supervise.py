@@ -26,6 +26,7 @@ from types import FrameType
 from typing import Any
 
 from infra.errors import GagarError
+from orchestrator.runfiles import STATUS
 
 HEARTBEAT_FD = "GAGAR_HEARTBEAT_FD"
 _BEAT_S = 1.0
@@ -189,7 +190,7 @@ def _end_descendants(leave_s: float) -> int:
 
 def _status(run_dir: Path) -> dict[str, Any]:
     try:
-        status = json.loads((run_dir / "status.json").read_text(encoding="utf-8"))
+        status = json.loads((run_dir / STATUS).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return status if isinstance(status, dict) else {}

@@ -20,7 +20,7 @@ from configs.check import resolved
 from configs.schema import RunConfig
 from envs.source import make_source
 from infra import scrub
-from infra.errors import GagarError, LearnerError, StorageError
+from infra.errors import GagarError, LearnerError, StorageError, first_error
 from infra.pool import ActorPool
 from infra.sinks import JsonlFile
 from infra.storage import Storage
@@ -217,7 +217,8 @@ class _Training:
                     await self._session(parts, checkpoint, archive)
                     break
                 except* LearnerError as group:
-                    lost = _first(group)
+                    lost = first_error(group, LearnerError)
+                    assert lost is not None
                     in_a_row = 1 if self._reached > began else in_a_row + 1
                     if in_a_row > self.config.supervision.learner_restarts:
                         raise LearnerError(f"{lost.message}; {RESUME}") from group
@@ -331,15 +332,6 @@ class _Training:
         if parts.grader is not None:
             counts["grader"] = parts.grader.restarts
         return {f"restarts/{name}": float(count) for name, count in counts.items()}
-
-
-def _first(group: BaseExceptionGroup[LearnerError]) -> LearnerError:
-    """The error inside nested groups."""
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    assert isinstance(error, LearnerError)
-    return error
 
 
 # ---- a run's folder -------------------------------------------------------------------------------------------------
