@@ -285,6 +285,17 @@ class ArithSource(SourceBase):
     type: Literal["arith"]
 
 
+class SandboxResources(Section):
+    """What each sandbox of a source's tasks gets, before what the sandbox's own section and the tasks themselves say."""
+
+    cpus: PositiveFloat | None = None
+    """Processors; jails have no such limit. null: as elsewhere."""
+    memory_mib: PositiveInt | None = None
+    """Memory in MiB. null: as elsewhere."""
+    disk_mib: PositiveInt | None = None
+    """Disk in MiB; of a jail the workspace_mib. docker and modal have no such limit. null: as elsewhere."""
+
+
 class ListedSource(SourceBase):
     """What every source over a list of tasks has (kind: code): each once an epoch, in an order of each epoch's own."""
 
@@ -296,6 +307,7 @@ class ListedSource(SourceBase):
     """Held-out tasks of their own, in the same format; null: heldout_share of those in path."""
     test_timeout_s: PositiveFloat = 900.0
     """Time limit of the tests of a task that names none."""
+    resources: SandboxResources = SandboxResources()
 
 
 class SwebenchSource(ListedSource):
@@ -366,12 +378,23 @@ class JailSandbox(Section):
     """A sandbox that is not up by then counts as lost."""
 
 
-class DockerSandbox(Section):
-    """SWE-ReX DockerDeployment (also podman)."""
+class StartedSandbox(Section):
+    """What all sandboxes have that some service starts."""
+
+    start_retries: NonNegativeInt = 3
+    """How often a start is tried again, after waits that grow, where the service had no room or did not answer in time.
+    An image that does not exist is never asked for twice."""
+    warm: NonNegativeInt = 0
+    """Sandboxes that each worker starts ahead, of the image that it was last asked for: the verification of that task
+    and the next of its trajectories take them. What nobody takes is ended when another image is asked for."""
+
+
+class DockerSandbox(StartedSandbox):
+    """Containers of docker or podman on the worker's host (SWE-ReX DockerDeployment)."""
 
     type: Literal["docker"]
     image: NonEmpty
-    """Image with bash, git and what the tasks need."""
+    """Image with bash, git and what the tasks need; tasks that name one of their own get that."""
     runtime: Literal["docker", "podman"] = "docker"
     """Container program on the worker's host."""
     start_timeout_s: PositiveFloat = 300.0
@@ -388,14 +411,108 @@ class DockerSandbox(Section):
     """Whether to run with docker_args that bound no memory or processes, or leave a network that may lead outside."""
 
 
-class ModalSandbox(Section):
-    """SWE-ReX ModalDeployment."""
+class ModalSandbox(StartedSandbox):
+    """Sandboxes of modal.com."""
 
     type: Literal["modal"]
     image: NonEmpty
-    """Image with bash, git and what the tasks need."""
+    """Image with bash, git and what the tasks need; tasks that name one of their own get that."""
+    start_timeout_s: PositiveFloat = 600.0
+    """A sandbox that is not up by then counts as lost (the first start of an image builds Modal's own from it)."""
+    lifetime_s: PositiveFloat = 7200.0
+    """Modal ends a sandbox after this long, whatever becomes of the worker; it must outlast limits.wall_s."""
+    cpus: PositiveFloat = 1.0
+    """Processors of one sandbox."""
+    memory_mib: PositiveInt = 1024
+    """Memory of one sandbox, in MiB; more ends it."""
+    network: Flag = False
+    """Whether a sandbox reaches the internet."""
+
+
+class FargateSandbox(StartedSandbox):
+    """Tasks of AWS Fargate (SWE-ReX FargateDeployment); needs AWS credentials in the worker's environment or role."""
+
+    type: Literal["fargate"]
+    image: NonEmpty
+    """Image with bash, git and what the tasks need; tasks that name one of their own get that."""
+    cluster: NonEmpty = "swe-rex-cluster"
+    """Name of the ECS cluster; it is made if there is none."""
     start_timeout_s: PositiveFloat = 600.0
     """A sandbox that is not up by then counts as lost."""
+    lifetime_s: PositiveFloat = 7200.0
+    """A task ends after this long, whatever becomes of the worker; it must outlast limits.wall_s."""
+    cpus: Literal[1, 2, 4, 8, 16] = 1
+    """Processors of one task (vCPU)."""
+    memory_mib: Annotated[PositiveInt, Field(ge=2048)] = 2048
+    """Memory of one task, in MiB; Fargate offers 2 to 8 GiB for each processor, in whole GiB."""
+    disk_gib: Annotated[PositiveInt, Field(ge=21, le=200)] = 21
+    """Ephemeral storage of one task, in GiB."""
+    allow_weaker: Flag = False
+    """Whether to run although SWE-ReX gives these tasks a public address and a way to the internet."""
+
+
+class DaytonaSandbox(StartedSandbox):
+    """Sandboxes of daytona.io."""
+
+    type: Literal["daytona"]
+    image: NonEmpty
+    """Image with bash, git, Python 3.10 or newer with swe-rex, and what the tasks need; tasks that name one of their own
+    get that."""
+    api_key_env: NonEmpty = "DAYTONA_API_KEY"
+    """Environment variable that holds the key."""
+    target: NonEmpty | None = None
+    """Region; null: the organisation's own."""
+    start_timeout_s: PositiveFloat = 600.0
+    """A sandbox that is not up by then counts as lost (the first start of an image makes Daytona's snapshot of it)."""
+    lifetime_s: PositiveFloat = 7200.0
+    """Daytona destroys a sandbox after this long, whatever becomes of the worker; it must outlast limits.wall_s."""
+    cpus: PositiveInt = 1
+    """Processors of one sandbox."""
+    memory_gib: PositiveInt = 1
+    """Memory of one sandbox, in GiB."""
+    disk_gib: PositiveInt = 4
+    """Disk of one sandbox, in GiB."""
+    network: Flag = False
+    """Whether a sandbox reaches the internet."""
+
+
+class KubernetesSandbox(StartedSandbox):
+    """A pod for each sandbox (docs/security.md)."""
+
+    type: Literal["kubernetes"]
+    image: NonEmpty
+    """Image with bash, git and what the tasks need; tasks that name one of their own get that."""
+    server_image: NonEmpty | None = None
+    """Image of SWE-ReX's server and its Python (infra/docker/Dockerfile.server), which is copied into each pod; null: the
+    tasks' images have `swerex-remote` themselves."""
+    namespace: NonEmpty = "default"
+    """Where the pods are made."""
+    context: NonEmpty | None = None
+    """Context of the kubeconfig ($KUBECONFIG, else ~/.kube/config); null: its current one, or the service account of the
+    pod that the worker runs in."""
+    reach: Literal["pod", "api"] = "pod"
+    """How the worker talks to a pod: by its address, or through the API server where the pods' network is not the
+    worker's own."""
+    start_timeout_s: PositiveFloat = 600.0
+    """A pod that is not up by then is deleted and counts as lost (the first start on a node pulls the image)."""
+    lifetime_s: PositiveFloat = 7200.0
+    """Kubernetes ends a pod after this long, whatever becomes of the worker; it must outlast limits.wall_s."""
+    cpus: PositiveFloat = 1.0
+    """Processors of one pod, asked for and at most."""
+    memory_mib: PositiveInt = 1024
+    """Memory of one pod, asked for and at most, in MiB."""
+    disk_mib: PositiveInt = 8192
+    """Ephemeral storage of one pod, asked for and at most, in MiB."""
+    runtime_class: NonEmpty | None = None
+    """RuntimeClass of the pods, e.g. gvisor or kata, whose kernel is not the node's."""
+    pull_secret: NonEmpty | None = None
+    """Secret of the namespace for a private registry."""
+    node_selector: dict[str, str] = {}
+    """Labels of the nodes that pods may run on."""
+    labels: dict[str, str] = {}
+    """More labels of the pods, beside those that say which run, task and worker a pod belongs to."""
+    allow_weaker: Flag = False
+    """Whether to run where no NetworkPolicy of the namespace keeps the pods from the network."""
 
 
 class RemoteSandbox(Section):
@@ -410,7 +527,9 @@ class RemoteSandbox(Section):
     """How long to wait for a free server."""
 
 
-SandboxConfig = Annotated[JailSandbox | DockerSandbox | ModalSandbox | RemoteSandbox, Field(discriminator="type")]
+ServiceSandbox = DockerSandbox | ModalSandbox | FargateSandbox | DaytonaSandbox | KubernetesSandbox
+"""Sandboxes that are started for a task, of an image."""
+SandboxConfig = Annotated[JailSandbox | ServiceSandbox | RemoteSandbox, Field(discriminator="type")]
 
 
 class Resources(Section):
