@@ -8,7 +8,7 @@ CONFIG ?= configs/quickstart.yaml
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-fast lint format docs clean clean-venv
+.PHONY: help setup train ablation test test-fast lint format docs clean clean-venv
 
 help: ## Show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -19,6 +19,9 @@ setup: ## Create or repair .venv from requirements/cpu.txt (train, test and lint
 
 train: setup ## Train with the real parts, small: make train [CONFIG=configs/learn.yaml] [ARGS="steps=2 --name mine"]
 	@$(BIN)/gagar train $(CONFIG) $(ARGS)
+
+ablation: setup ## Five arms x three seeds, held against each other: hours; the same command goes on after a stop
+	@$(BIN)/gagar experiment configs/ablation.yaml $(ARGS)
 
 test: setup ## Every test, the end-to-end ones included: make test [ARGS="-k packing"]
 	@$(BIN)/python -m pytest $(ARGS)

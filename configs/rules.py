@@ -593,11 +593,11 @@ def evaluation(config: RunConfig) -> Iterator[Problem]:
             "eval.source",
             f"is not among the sources ({names}); choose one, add it with groups_per_step: 0, or set eval: null",
         )
-    if not config.eval.before and not config.eval.after:
+    if not config.eval.before and not config.eval.after and config.eval.every_steps is None:
         yield _problem(
             config,
             "eval",
-            "has no effect, because before and after are false; set eval: null, or one of them true",
+            "has no effect, because before and after are false and every_steps is null; set eval: null, or one of them",
         )
 
 

@@ -83,7 +83,7 @@ MAX_NAME = 239
 """A file system takes 255 bytes, and an earlier run of the name is kept with 16 more behind it."""
 
 
-def _run_name(value: str) -> str:
+def run_name(value: str) -> str:
     """Names are folders, parts of Ray namespaces and W&B names."""
     if len(value) > MAX_NAME:
         raise ValueError(f"has {len(value)} characters and the folder of a run takes {MAX_NAME}; give a shorter name")
@@ -96,7 +96,7 @@ def _run_name(value: str) -> str:
     return value
 
 
-def _output_folder(value: str) -> str:
+def output_folder(value: str) -> str:
     """`~` is the home folder."""
     long = next((part for part in value.split("/") if len(os.fsencode(part)) > 255), None)
     if long is not None or len(os.fsencode(value)) > 3500:
@@ -156,6 +156,10 @@ class LengthPenaltyConfig(Section):
         return self
 
 
+Dimension = Literal["approach", "precision", "minimality", "side_effects", "consistency"]
+"""What a candidate is scored on (M3.1)."""
+
+
 class RubricConfig(Section):
     """M3 constants."""
 
@@ -179,6 +183,9 @@ class RubricConfig(Section):
     """Factor of the last one in tier 2; between them it falls linearly."""
     t3: Annotated[Float, Field(gt=0.0, le=1.0)] = 0.2
     """Factor of tier 3."""
+    left_out: tuple[Dimension, ...] = ()
+    """Ablation: dimensions that count as 5 for every candidate, so that they move neither a tier nor an order. What the
+    grader gave them is still recorded, and flags still count."""
 
     @model_validator(mode="after")
     def _check(self) -> RubricConfig:
@@ -286,7 +293,7 @@ class ArithSource(SourceBase):
 
 
 class SandboxResources(Section):
-    """What each sandbox of a source's tasks gets, before what the sandbox's own section and the tasks themselves say."""
+    """What sandboxes of a source's tasks get: before what the sandbox's own section and the tasks themselves say."""
 
     cpus: PositiveFloat | None = None
     """Processors; jails have no such limit. null: as elsewhere."""
@@ -397,6 +404,9 @@ class DockerSandbox(StartedSandbox):
     """Image with bash, git and what the tasks need; tasks that name one of their own get that."""
     runtime: Literal["docker", "podman"] = "docker"
     """Container program on the worker's host."""
+    server_image: NonEmpty | None = None
+    """Image of SWE-ReX's server and its Python (infra/docker/Dockerfile.server), which containers see read-only; null:
+    images have `swerex-remote` themselves, or a Python and a way to PyPI."""
     start_timeout_s: PositiveFloat = 300.0
     """A sandbox that is not up by then counts as lost (the first start pulls the image)."""
     docker_args: tuple[str, ...] = (
@@ -417,6 +427,9 @@ class ModalSandbox(StartedSandbox):
     type: Literal["modal"]
     image: NonEmpty
     """Image with bash, git and what the tasks need; tasks that name one of their own get that."""
+    server_image: NonEmpty | None = None
+    """Image of SWE-ReX's server and its Python (infra/docker/Dockerfile.server), which goes into Modal's images; null:
+    it is installed there with apt and pipx."""
     start_timeout_s: PositiveFloat = 600.0
     """A sandbox that is not up by then counts as lost (the first start of an image builds Modal's own from it)."""
     lifetime_s: PositiveFloat = 7200.0
@@ -456,8 +469,7 @@ class DaytonaSandbox(StartedSandbox):
 
     type: Literal["daytona"]
     image: NonEmpty
-    """Image with bash, git, Python 3.10 or newer with swe-rex, and what the tasks need; tasks that name one of their own
-    get that."""
+    """Image with bash, git, swe-rex and what the tasks need; tasks that name one of their own get that."""
     api_key_env: NonEmpty = "DAYTONA_API_KEY"
     """Environment variable that holds the key."""
     target: NonEmpty | None = None
@@ -483,13 +495,13 @@ class KubernetesSandbox(StartedSandbox):
     image: NonEmpty
     """Image with bash, git and what the tasks need; tasks that name one of their own get that."""
     server_image: NonEmpty | None = None
-    """Image of SWE-ReX's server and its Python (infra/docker/Dockerfile.server), which is copied into each pod; null: the
-    tasks' images have `swerex-remote` themselves."""
+    """Image of SWE-ReX's server and its Python (infra/docker/Dockerfile.server), which each pod gets a copy of; null:
+    images have `swerex-remote` themselves, or a Python and a way to PyPI."""
     namespace: NonEmpty = "default"
     """Where the pods are made."""
     context: NonEmpty | None = None
-    """Context of the kubeconfig ($KUBECONFIG, else ~/.kube/config); null: its current one, or the service account of the
-    pod that the worker runs in."""
+    """Context of the kubeconfig ($KUBECONFIG, else ~/.kube/config); null: its current one, or without such a file the
+    service account of the pod that the worker runs in."""
     reach: Literal["pod", "api"] = "pod"
     """How the worker talks to a pod: by its address, or through the API server where the pods' network is not the
     worker's own."""
@@ -1012,6 +1024,9 @@ class EvalConfig(Section):
     """Evaluate before the first step."""
     after: Flag = True
     """Evaluate after the last step."""
+    every_steps: PositiveInt | None = None
+    """Evaluate after every so many steps too, beside the training: a quarter of the rollout slots sample it, with the
+    weights that the engines have by then (`versions` in eval.jsonl says which); null: not."""
 
 
 class WandbConfig(Section):
@@ -1048,9 +1063,9 @@ class RayConfig(Section):
 class RunConfig(Section):
     """One training run."""
 
-    name: Annotated[NonEmpty, AfterValidator(_run_name)]
+    name: Annotated[NonEmpty, AfterValidator(run_name)]
     """Folder of the run under `output`: letters, digits, `.`, `_` and `-`, at most 239 of them."""
-    output: Annotated[NonEmpty, AfterValidator(_output_folder)] = "runs"
+    output: Annotated[NonEmpty, AfterValidator(output_folder)] = "runs"
     """Parent folder of runs (relative: against the working directory)."""
     seed: Annotated[Int, Field(ge=0, lt=2**31)] = 0
     """Seeds the engines and the order in which graders see candidates; a source has its own seed."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from configs.schema import RubricConfig
-from grader.rubric import Flags, Scores, rank_key, tier_of
+from grader.rubric import Flags, Scores, counted, rank_key, tier_of
 from grader.verdict import Grade
 
 
@@ -29,7 +29,10 @@ class Agreement:
 def agreement(grade: Grade, known: Mapping[str, tuple[Scores, Flags]], rubric: RubricConfig) -> Agreement:
     """Hold a grade against what is known, by trajectory id. The known ranking is the rubric's own order (M3.3)."""
     given = {name: grade.candidates.get(name) for name in known}
-    tiers_right = sum((c := given[name]) is not None and c.tier is tier_of(*what) for name, what in known.items())
+    tiers_right = sum(
+        (c := given[name]) is not None and c.tier is tier_of(counted(scores, rubric), flags)
+        for name, (scores, flags) in known.items()
+    )
     scores_right = sum(
         (c := given[name]) is not None and c.scores[i] == scores[i]
         for name, (scores, _) in known.items()

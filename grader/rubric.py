@@ -67,8 +67,14 @@ _EQUAL = 1e-9
 """Two W closer than this are equal: sums of weights are not exact in binary."""
 
 
+def counted(scores: Scores, rubric: RubricConfig) -> Scores:
+    """The scores as tiers and orders see them: a dimension that is left out (`rubric.left_out`) is 5 for everybody."""
+    return scores._replace(**dict.fromkeys(rubric.left_out, 5)) if rubric.left_out else scores
+
+
 def weighted_score(scores: Scores, rubric: RubricConfig) -> float:
     """W of M3.1, in 1..5."""
+    scores = counted(scores, rubric)
     return (
         rubric.weight_approach * scores.approach
         + rubric.weight_precision * scores.precision
@@ -107,7 +113,7 @@ def is_worse(tier: Tier, other: Tier) -> bool:
 
 def rank_key(scores: Scores, flags: Flags, rubric: RubricConfig) -> tuple[int, float]:
     """Sort key of the rubric's own order: tier first, then W, best first (M3.3). Equal keys are a tie."""
-    return _ORDER[tier_of(scores, flags)], -round(weighted_score(scores, rubric), 9)
+    return _ORDER[tier_of(counted(scores, rubric), flags)], -round(weighted_score(scores, rubric), 9)
 
 
 def tie_indices(ranking: Sequence[Sequence[str]], tiers: Mapping[str, Tier]) -> dict[str, int]:

@@ -26,6 +26,7 @@ from grader.rubric import (
     Flags,
     Scores,
     Tier,
+    counted,
     factors,
     is_below,
     is_negative,
@@ -313,7 +314,7 @@ def judge_candidate(
         flags=flags,
         reasons=tuple(verdict.reasons),
         weighted=weighted_score(scores, rubric),
-        tier=tier_of(scores, flags),
+        tier=tier_of(counted(scores, rubric), flags),
         evidence=found,
         dropped=dropped,
     )

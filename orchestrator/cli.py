@@ -9,18 +9,22 @@ import json
 import sys
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
 from configs.errors import ConfigError, GagarError
-from orchestrator import cli_bench, cli_export, cli_grading, cli_infra, cli_scale, cli_simulate, cli_tasks
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from configs.problems import Problem
-    from configs.schema import RunConfig
+from orchestrator import (
+    cli_bench,
+    cli_experiment,
+    cli_export,
+    cli_grading,
+    cli_infra,
+    cli_scale,
+    cli_simulate,
+    cli_tasks,
+)
+from orchestrator.cli_config import load_config
 
 EXIT_FAILURE = 1
 EXIT_INTERRUPTED = 130
@@ -69,7 +73,7 @@ def train(
     """Train a policy with everything a configuration says."""
     from configs.check import resolved
 
-    loaded = _load(config, overrides, arm, name, advise=True)
+    loaded = load_config(config, overrides, arm, name, advise=True)
     if dry_run:
         import yaml
 
@@ -115,29 +119,6 @@ def sft(
     raise typer.Exit(run_sft(recipe, overrides or []))
 
 
-@app.command(
-    name="eval",
-    epilog="Example: gagar eval configs/learn.yaml --checkpoint runs/learn/checkpoints/step-000030 eval.samples=3",
-)
-def evaluate(
-    config: Config,
-    overrides: Overrides = None,
-    arm: Arms = None,
-    checkpoint: Annotated[
-        Path | None,
-        typer.Option(help="Checkpoint of a run, or any folder in Hugging Face format; without it, engine.model."),
-    ] = None,
-) -> None:
-    """Measure the held-out pass rate of a policy."""
-    loaded = _load(config, overrides, arm, None)
-    if loaded.eval is None:
-        raise ConfigError(f"{config}: eval = null: nothing says what to evaluate on; give e.g. eval.source=minirepo")
-    folder = None if checkpoint is None else _policy_folder(checkpoint)
-    from orchestrator.evaluate import run_eval
-
-    raise typer.Exit(run_eval(loaded, folder))
-
-
 @app.command(epilog="Example: gagar status runs/quickstart")
 def status(
     run: Annotated[Path, typer.Argument(help="Folder of a run, running or ended.")],
@@ -161,7 +142,7 @@ def doctor(
     from infra.findings import Level
     from orchestrator.probe import probe_limits, probe_sandbox
 
-    loaded = None if config is None else _load(config, overrides, None, None)
+    loaded = None if config is None else load_config(config, overrides, None, None)
     findings = [*diagnose(loaded), probe_sandbox(loaded), probe_limits(loaded)]
     if as_json:
         typer.echo(json.dumps([asdict(finding) for finding in findings], indent=1))
@@ -174,6 +155,7 @@ def doctor(
         raise GagarError(f"{failed} of {len(findings)} checks failed; the arrows say what to do")
 
 
+cli_experiment.register(app)
 cli_grading.register(app)
 cli_export.register(app)
 cli_infra.register(app)
@@ -186,7 +168,7 @@ cli_tasks.register(app)
 @config_app.command(epilog="Example: gagar config check configs/learn.yaml steps=40")
 def check(config: Config, overrides: Overrides = None, arm: Arms = None) -> None:
     """Find unknown keys, wrong values, impossible combinations and keys without effect; warn of pools that may idle."""
-    loaded = _load(config, overrides, arm, None, advise=True)
+    loaded = load_config(config, overrides, arm, None, advise=True)
     typer.echo(f"{config}: ok ({loaded.steps} steps, sources {', '.join(loaded.sources)})")
 
 
@@ -197,61 +179,7 @@ def show(config: Config, overrides: Overrides = None, arm: Arms = None) -> None:
 
     from configs.check import resolved
 
-    typer.echo(yaml.safe_dump(resolved(_load(config, overrides, arm, None)), sort_keys=False), nl=False)
-
-
-def _load(
-    config: Path, overrides: list[str] | None, arms: list[Path] | None, name: str | None, *, advise: bool = False
-) -> RunConfig:
-    """The checked RunConfig, its task sources included. `advise`: say what of it runs but wastes something."""
-    from configs.advice import find_advice
-    from configs.check import load_run
-
-    named = [] if name is None else [f"name={json.dumps(name)}"]
-    loaded = load_run(config, [*(overrides or []), *named], arms or [], also=_task_sources)
-    for text in loaded.lines(find_advice(loaded.config)) if advise else ():
-        typer.echo(f"warning: {text}", err=True)
-    return loaded.config
-
-
-def _task_sources(config: RunConfig) -> Iterator[Problem]:
-    """Settings that a source of tasks cannot serve."""
-    from configs.problems import Problem, show
-    from envs.formats.stream import ListedTasks
-    from envs.source import make_source
-
-    for name, source in config.sources.items():
-        try:
-            tasks = make_source(name, source)
-            if config.rollout.sandbox.type == "jail" and isinstance(tasks, ListedTasks) and tasks.images_needed:
-                yield Problem(path=("sources", name, "path"), message=_without_images(tasks.images_needed))
-        except ConfigError as error:
-            place, _, message = str(error).removeprefix(f"sources.{name}.").partition(": ")
-            value = getattr(source, place, None)
-            shown = None if value is None else show(list(value) if isinstance(value, tuple) else value)
-            yield Problem(path=("sources", name, place), message=message, shown=shown)
-
-
-def _without_images(needed: tuple[str, ...]) -> str:
-    return (
-        f"{len(needed)} of its tasks (e.g. {needed[0]}) have their files in an image alone, and jails have none; set "
-        "rollout.sandbox.type to docker or modal, or give their repositories (repos)"
-    )
-
-
-def _policy_folder(checkpoint: Path) -> Path:
-    """The Hugging Face folder of a checkpoint, which is the folder itself or its `policy`; of a run's checkpoint, after
-    it was held against its manifest."""
-    from configs.models import missing_files
-    from orchestrator.export import checked_policy
-
-    if (policy := checked_policy(checkpoint)) is not None:
-        return policy
-    lacking = f"it lacks {', '.join(missing_files(checkpoint))}" if checkpoint.is_dir() else "it is no folder"
-    raise ConfigError(
-        f"--checkpoint {checkpoint}: not a checkpoint ({lacking}); give runs/NAME/checkpoints/step-N or a Hugging Face "
-        "folder"
-    )
+    typer.echo(yaml.safe_dump(resolved(load_config(config, overrides, arm, None)), sort_keys=False), nl=False)
 
 
 def main() -> NoReturn:

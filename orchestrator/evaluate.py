@@ -1,47 +1,34 @@
-"""Held-out evaluation through the run's own rollout pool: avg@samples, the mean over samples and tasks (not pass@k)."""
+"""Held-out evaluation through a run's own rollout pool: the same tasks at every call, a few trajectories of each.
+
+What passed is kept with its patch, so that graders and people can judge it later without sampling again.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
 from configs.schema import EvalConfig, RunConfig
 from envs.source import make_source
-from envs.task import Split, TaskSource
+from envs.task import ExpertSource, Split, Task, TaskKind
+from grader.stored import StoredGroup, write_archive
 from infra.pool import ActorLost, ActorPool, ActorTimeout
-from orchestrator.build import ray_session, rollout_pool, run_loop
+from orchestrator.evaluation import Evaluation, Sample, TaskSamples, write_evaluation
+from orchestrator.known_tiers import KnownTiers
 from orchestrator.progress import Progress
-from rollout.trajectory import Trajectory
+from rollout.trajectory import Trajectory, Transcript
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EvalResult:
-    """One evaluation. Trajectories lost to infrastructure are left out of every mean and counted as masked."""
+class Evaluated:
+    """An evaluation and, of tasks that a grader could be asked about, what was sampled."""
 
-    label: str
-    """before, after, or a free label of `gagar eval`."""
-    step: int
-    """Optimiser steps behind the evaluated weights."""
-    source: str
-    tasks: int
-    samples: int
-    pass_rate: float | None
-    """Mean over all valid trajectories, 0..1; None if all were masked."""
-    masked: int
-    first_error: str | None
-    """What the first masked trajectory lost."""
-    turns_mean: float | None
-    response_tokens_mean: float | None
-    pass_rate_by: Mapping[str, float] = field(default_factory=dict)
-    """Pass rate by the task's `bug` label, where tasks carry one."""
-
-    def record(self) -> dict[str, object]:
-        """A line of eval.jsonl."""
-        return asdict(self)
+    evaluation: Evaluation
+    groups: tuple[StoredGroup, ...]
+    """One for each code task of which a trajectory passed."""
 
 
 async def evaluate(
@@ -49,59 +36,127 @@ async def evaluate(
     label: str,
     step: int,
     config: EvalConfig,
-    source: TaskSource,
+    source: ExpertSource,
     rollout: ActorPool,
     wall_s: float,
+    concurrency: int | None = None,
     on_done: Callable[[], None] = lambda: None,
-) -> EvalResult:
+) -> Evaluated:
     """Sample `config.samples` trajectories for each of `config.tasks` held-out tasks at the training temperature.
 
-    The same tasks are used at every call. `wall_s` is the per-trajectory backstop; `on_done` is called after each one.
+    The same tasks are used at every call. Trajectories lost to infrastructure are left out of every figure and counted
+    as masked (M1.3). `wall_s` is the per-trajectory backstop; `concurrency` how many trajectories run at once at most,
+    None for as many as the pool takes; `on_done` is called after each one.
     """
     tasks = [source.task(Split.HELDOUT, config.seed + i) for i in range(config.tasks)]
-
+    slots = asyncio.Semaphore(concurrency or config.tasks * config.samples)
     errors: list[str] = []
 
-    async def one(i: int, sample: int) -> Trajectory | None:
-        group_id = f"eval-{label}-{i:05d}"
-        try:
-            trajectory, _ = await rollout.call(
-                "rollout", tasks[i], f"{group_id}/{sample}.0", group_id, num_returns=3, timeout_s=2 * wall_s
-            )
-        except (ActorLost, ActorTimeout) as e:
-            errors.append(str(e))
-            return None
-        finally:
-            on_done()
+    async def one(i: int, sample: int) -> tuple[Trajectory, Transcript | None] | None:
+        group_id = group_of(label, i)
+        async with slots:
+            try:
+                trajectory, rest = await rollout.call(
+                    "rollout", tasks[i], f"{group_id}/{sample}.0", group_id, num_returns=3, timeout_s=2 * wall_s
+                )
+            except (ActorLost, ActorTimeout) as e:
+                errors.append(str(e))
+                return None
+            finally:
+                on_done()
         if trajectory.status.masked:
             errors.append(f"{trajectory.status}: {trajectory.error}")
-            return None
-        return cast(Trajectory, trajectory)
+        wanted = trajectory.passed is not None and tasks[i].kind is TaskKind.CODE
+        return trajectory, await _fetched(rest[1]) if wanted else None
 
-    indices = [(i, sample) for i in range(config.tasks) for sample in range(config.samples)]
-    ended = await asyncio.gather(*(one(i, sample) for i, sample in indices))
-    valid = [(tasks[i], t) for (i, _), t in zip(indices, ended, strict=True) if t is not None]
-    by_label: dict[str, list[float]] = defaultdict(list)
-    for task, t in valid:
-        if "bug" in task.meta:
-            by_label[task.meta["bug"]].append(float(bool(t.passed)))
-    return EvalResult(
+    pairs = [(i, sample) for i in range(config.tasks) for sample in range(config.samples)]
+    ended = await asyncio.gather(*(one(i, sample) for i, sample in pairs))
+    by_task: list[list[tuple[Trajectory, Transcript | None] | None]] = [[] for _ in tasks]
+    for (i, _), result in zip(pairs, ended, strict=True):
+        by_task[i].append(result)
+    groups = [g for i, task in enumerate(tasks) if (g := _group(group_of(label, i), task, by_task[i])) is not None]
+    known = await asyncio.to_thread(_known_tiers, source, groups)
+    evaluation = Evaluation(
         label=label,
         step=step,
         source=config.source,
-        tasks=config.tasks,
         samples=config.samples,
-        pass_rate=_mean([float(bool(t.passed)) for _, t in valid]),
-        masked=len(ended) - len(valid),
+        tasks=tuple(_samples(task, group_of(label, i), by_task[i], known) for i, task in enumerate(tasks)),
         first_error=errors[0] if errors else None,
-        turns_mean=_mean([float(t.turns) for _, t in valid]),
-        response_tokens_mean=_mean([float(t.response_tokens) for _, t in valid]),
-        pass_rate_by={name: sum(v) / len(v) for name, v in sorted(by_label.items())},
+    )
+    return Evaluated(evaluation=evaluation, groups=tuple(groups))
+
+
+def group_of(label: str, index: int) -> str:
+    """Id of the group of one task."""
+    return f"eval-{label}-{index:05d}"
+
+
+async def _fetched(reference: object) -> Transcript | None:
+    """A transcript, small; None if it was lost with its node: the trajectory still counts."""
+    from ray.exceptions import RayError
+
+    try:
+        return cast(Transcript, await reference)  # type: ignore[misc]  # a Ray reference, which mypy does not see
+    except RayError:
+        return None
+
+
+def _group(
+    group_id: str, task: Task, ended: Sequence[tuple[Trajectory, Transcript | None] | None]
+) -> StoredGroup | None:
+    whole = [(t, transcript) for t, transcript in filter(None, ended) if transcript is not None]
+    if task.kind is not TaskKind.CODE or not any(t.passed for t, _ in whole):
+        return None
+    return StoredGroup(
+        group_id=group_id,
+        task=task,
+        trajectories=tuple(t for t, _ in whole),
+        transcripts=tuple(transcript for _, transcript in whole),
     )
 
 
-def _mean(values: list[float]) -> float | None:
-    return sum(values) / len(values) if values else None
+def _known_tiers(source: ExpertSource, groups: Sequence[StoredGroup]) -> dict[str, str]:
+    """Trajectory id -> tier, of the passes whose tier the scripted solutions tell."""
+    known: dict[str, str] = {}
+    for group in groups:
+        tiers = KnownTiers.of(source, group.task)
+        patches = {t.trajectory_id: t.patch for t in group.transcripts}
+        for t in group.trajectories:
+            if t.passed and (tier := tiers(patches[t.trajectory_id])) is not None:
+                known[t.trajectory_id] = tier.value
+    return known
+
+
+def _samples(
+    task: Task, group_id: str, ended: Sequence[tuple[Trajectory, Transcript | None] | None], known: dict[str, str]
+) -> TaskSamples:
+    samples = []
+    for slot, result in enumerate(ended):
+        if result is None:
+            lost = Sample(
+                id=f"{group_id}/{slot}.0",
+                status="infra_worker",
+                passed=None,
+                turns=0,
+                response_tokens=0,
+                policy_versions=(),
+            )
+            samples.append(lost)
+            continue
+        t = result[0]
+        samples.append(
+            Sample(
+                id=t.trajectory_id,
+                status=t.status.value,
+                passed=None if t.status.masked else bool(t.passed),
+                turns=t.turns,
+                response_tokens=t.response_tokens,
+                policy_versions=t.policy_versions,
+                known=known.get(t.trajectory_id),
+            )
+        )
+    return TaskSamples(task_id=task.task_id, samples=tuple(samples), bug=task.meta.get("bug"))
 
 
 async def run_evaluation(
@@ -111,9 +166,14 @@ async def run_evaluation(
     step: int,
     rollout: ActorPool,
     progress: Progress,
+    *,
+    keep: Callable[[Evaluated], None] | None = None,
+    model: str = "",
+    concurrency: int | None = None,
     moved: Callable[[], None] = lambda: None,
-) -> EvalResult:
-    """One evaluation, told as it goes; `moved` is called whenever a trajectory has ended."""
+) -> Evaluated:
+    """One evaluation, told as it goes. `keep` is called with the result, in a thread; `moved` whenever a trajectory has
+    ended."""
     total = settings.tasks * settings.samples
     done = 0
 
@@ -124,46 +184,34 @@ async def run_evaluation(
         if done % max(total // 4, 1) == 0:
             progress.event(f"evaluation {label}: {done}/{total} trajectories")
 
-    result = await evaluate(
+    found = await evaluate(
         label=label,
         step=step,
         config=settings,
         source=make_source(settings.source, config.sources[settings.source]),
         rollout=rollout,
         wall_s=config.rollout.limits.wall_s,
+        concurrency=concurrency,
         on_done=on_done,
     )
-    rate = "all masked" if result.pass_rate is None else f"{result.pass_rate:.1%}"
+    found = replace(found, evaluation=replace(found.evaluation, model=model))
+    if keep is not None:
+        await asyncio.to_thread(keep, found)
+    record = found.evaluation.record()
+    rate = "all masked" if record["pass_rate"] is None else f"{record['pass_rate']:.1%}"
     progress.event(
         f"held-out {settings.source} pass rate {label}: {rate} (avg@{settings.samples}, {settings.tasks} tasks)"
     )
-    if result.masked:
+    if record["masked"]:
         progress.event(
-            f"{result.masked} of {total} trajectories were lost and left out; the first: {result.first_error}"
+            f"{record['masked']} of {total} trajectories were lost and left out; the first: {record['first_error']}"
         )
-    return result
+    return found
 
 
-def run_eval(config: RunConfig, checkpoint: Path | None) -> int:
-    """Evaluate the configuration's policy on held-out tasks, or that of a run's checkpoint or of an HF folder; prints
-    the result."""
-    settings = config.eval or EvalConfig()
-    if checkpoint is not None:
-        policy = checkpoint / "policy"
-        engine = config.engine.model_copy(update={"model": str(policy if policy.is_dir() else checkpoint)})
-        config = config.model_copy(update={"engine": engine})
-    progress = Progress(0, config.telemetry.progress_every_s)
-
-    async def go() -> EvalResult:
-        async with rollout_pool(config, progress) as (_, ready):
-            rollout = await ready()
-            return await run_evaluation(config, settings, "eval", 0, rollout, progress)
-
-    try:
-        with ray_session(config):
-            result = run_loop(go())
-    finally:
-        progress.close()
-    for name, rate in result.pass_rate_by.items():
-        progress.console.print(f"  {name:24} {rate:6.1%}")
-    return 0
+def keep_evaluation(folder: Path, found: Evaluated) -> None:
+    """Write LABEL.json and the groups in LABEL/. Raises StorageError."""
+    label = found.evaluation.label
+    for group in found.groups:
+        write_archive(folder / label, group)
+    write_evaluation(folder / f"{label}.json", found.evaluation)

@@ -45,6 +45,8 @@ class RunObserver:
         """Told every second for how long nothing has moved."""
         self.figures: Callable[[], Mapping[str, float]] = dict
         """More metrics of the step that ends, by name."""
+        self.after_step: Callable[[int], None] = lambda _: None
+        """Told when a step is done and its weights are in the engines."""
         self._canaries = 0
         """Graded up to the last step."""
         self._reminded_s = time.monotonic()
@@ -107,6 +109,7 @@ class RunObserver:
                 self._rewards[source] = fmean(rewards)
         self._cap_rate = metrics.scalars.get("redistribution/lambda_capped_rate")
         self._progress.event(_step_line(scheduler, now_s - record.started_s, metrics.scalars))
+        self.after_step(scheduler.step)
 
     def on_tick(self, scheduler: Scheduler, still_s: float) -> None:
         """Show progress, and tell the watchdog when there is none."""

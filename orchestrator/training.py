@@ -40,10 +40,10 @@ from orchestrator.build import (
 )
 from orchestrator.canaries import make_canaries
 from orchestrator.checkpoint import Checkpoint, Checkpoints, cut_logs, log_sizes
-from orchestrator.evaluate import run_evaluation
 from orchestrator.ledger import Ledger
 from orchestrator.ledger_store import LedgerStore, indices
 from orchestrator.loop import Parts, Scheduler
+from orchestrator.measuring import Measuring
 from orchestrator.mixer import Mixer
 from orchestrator.observer import RunObserver
 from orchestrator.progress import Progress, end_table, stall_message
@@ -145,7 +145,7 @@ class _Training:
         """What took how long, outside the steps."""
         self.lost_learners = 0
         """Learners that were started again, so far."""
-        self._evals = JsonlFile(run_dir / EVAL, sync=True, storage=storage)
+        self._measuring = Measuring(config, run_dir, storage=storage, progress=progress, moved=watchdog.moved)
         self._groups = JsonlFile(run_dir / GROUPS, sync=True, storage=storage)
         self._quarantine = JsonlFile(run_dir / QUARANTINE, sync=True, storage=storage)
         self._checkpoints = Checkpoints(run_dir, keep=config.checkpoint.keep, storage=storage)
@@ -186,7 +186,12 @@ class _Training:
                 rollouts=keep,
             )
             self.watchdog.pools = lambda: pool_reports(parts)
-            await self._sessions(parts, checkpoint)
+            self.observer.after_step = self._measuring.beside(rollout)
+            try:
+                await self._sessions(parts, checkpoint)
+                await self._measuring.settle()
+            finally:
+                self._measuring.stop()
             if config.eval is not None and config.eval.after:
                 await self._measure("after", self._reached, rollout)
             await settle(self.storage, abort_after_s=config.scheduler.abort_after_s)
@@ -195,9 +200,7 @@ class _Training:
         assert self.config.eval is not None
         begin_s = time.monotonic()
         self.observer.state("running", activity="evaluating")
-        moved = self.watchdog.moved
-        result = await run_evaluation(self.config, self.config.eval, label, step, rollout, self.progress, moved=moved)
-        self._evals.append(result.record())
+        await self._measuring.measure(label, step, rollout)
         self.phases_s[f"evaluation {label}"] = time.monotonic() - begin_s
 
     # ---- sessions ---------------------------------------------------------------------------------------------------
@@ -314,7 +317,7 @@ class _Training:
         )
 
         def figures() -> dict[str, float]:
-            return {**scaling.scalars(), **self._restarts(parts)}
+            return {**scaling.scalars(), **self._restarts(parts), **self._measuring.scalars()}
 
         self.observer.figures = figures
         forget = [pool.on_change(scheduler.resize) for pool in (parts.rollout, parts.engines, parts.grader) if pool]

@@ -11,7 +11,7 @@ import yaml
 from typer.testing import CliRunner
 
 from configs.errors import ConfigError, GagarError
-from orchestrator import cli
+from orchestrator import cli, cli_experiment
 
 HEAVY = ("torch", "ray", "vllm", "deepspeed", "transformers", "numpy", "wandb")
 
@@ -161,8 +161,8 @@ def test_a_checkpoint_of_a_run_is_its_policy_folder(complete: Path) -> None:
     step = complete.parent / "checkpoints" / "step-000002"
     step.mkdir(parents=True)
     (complete.parent / "policy").rename(step / "policy")
-    assert cli._policy_folder(step) == step / "policy"
-    assert cli._policy_folder(step / "policy") == step / "policy"
+    assert cli_experiment.policy_folder(step) == step / "policy"
+    assert cli_experiment.policy_folder(step / "policy") == step / "policy"
 
 
 def test_every_command_ends_in_one_line_for_any_gagar_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

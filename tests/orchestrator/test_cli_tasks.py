@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 
 from configs.check import load_run
 from configs.errors import ConfigError, GagarError
-from orchestrator.cli import _task_sources, app
+from orchestrator.cli import app
+from orchestrator.cli_config import task_sources
 
 ROOT = Path(__file__).parents[2]
 TASKS = ROOT / "tests" / "data" / "tasks"
@@ -26,7 +27,7 @@ def gagar(*words: object) -> tuple[str, BaseException | None]:
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
 def test_the_shipped_configurations_are_whole(config: Path) -> None:
-    loaded = load_run(config, also=_task_sources).config
+    loaded = load_run(config, also=task_sources).config
     assert list(loaded.sources) == [config.stem] and loaded.steps == 2
 
 
@@ -37,9 +38,9 @@ def test_there_is_a_configuration_for_each_format() -> None:
 def test_files_that_only_an_image_has_need_sandboxes_of_images() -> None:
     config = ROOT / "configs" / "tasks" / "mimo.yaml"
     with pytest.raises(ConfigError, match=r"sources\.mimo\.path: 2 of its tasks .* jails have none"):
-        load_run(config, ["sources.mimo.repos=null"], also=_task_sources)
+        load_run(config, ["sources.mimo.repos=null"], also=task_sources)
     docker = 'rollout.sandbox={type: docker, image: "a", docker_args: ["--memory=1g", "--pids-limit=9", "--network=n"]}'
-    load_run(config, ["sources.mimo.repos=null", docker], also=_task_sources)
+    load_run(config, ["sources.mimo.repos=null", docker], also=task_sources)
 
 
 def test_the_same_stream_twice_is_a_mistake_and_two_files_are_not(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from configs.errors import ConfigError
 from infra.errors import StorageError
-from orchestrator import cli
+from orchestrator import cli, cli_experiment
 from orchestrator.checkpoint import Checkpoints
 from orchestrator.export import export_policy
 from orchestrator.manifest import write_manifest
@@ -193,11 +193,11 @@ def test_what_is_no_checkpoint_is_told_from_what_is(run_dir: Path, tmp_path: Pat
 
 def test_eval_holds_a_checkpoint_against_its_manifest(run_dir: Path) -> None:
     step = run_dir / "checkpoints" / "step-000010"
-    assert cli._policy_folder(step) == cli._policy_folder(step / "policy") == step / "policy"
+    assert cli_experiment.policy_folder(step) == cli_experiment.policy_folder(step / "policy") == step / "policy"
     flip(step / "policy" / "model.safetensors")
     for given in (step, step / "policy"):
         with pytest.raises(StorageError, match=r"model\.safetensors: its content is not what was written"):
-            cli._policy_folder(given)
+            cli_experiment.policy_folder(given)
 
 
 def test_it_needs_no_torch(run_dir: Path, tmp_path: Path) -> None:
