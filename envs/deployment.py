@@ -1,40 +1,50 @@
-"""Sandboxes elsewhere, through SWE-ReX's own deployments: containers (docker, podman), Modal, and running servers.
+"""Sandboxes that some service starts: how a command is kept in hand there, and how often a start is tried.
 
-These servers run a command as a plain child process, so a guard around each command does what the jail's server does:
-it kills the whole tree on time-out and afterwards, keeps output bounded, and hides the server's environment.
+SWE-ReX's server runs a command as a plain child process, so a guard around each command does what the jail's server
+does: it kills the whole tree on time-out and afterwards, keeps output bounded, and hides the server's environment.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
-import random
+import platform
+import re
 import secrets
-import time
+from dataclasses import dataclass
 from typing import Protocol
 
-from swerex.deployment.abstract import AbstractDeployment
-from swerex.deployment.config import DockerDeploymentConfig, ModalDeploymentConfig
 from swerex.runtime.abstract import AbstractRuntime, Command
-from swerex.runtime.remote import RemoteRuntime
+from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
-from configs.schema import DockerSandbox, ModalSandbox, RemoteSandbox
-from envs.rex import FILE_TIMEOUT_S, RUNTIME_FAULTS, RexSandbox, quiet_logger
-from envs.sandbox import WORKSPACE, lost
-from envs.task import Image
-from infra.errors import SandboxError
+from configs.schema import ServiceSandbox
+from envs.rex import RexSandbox
+from envs.sandbox import WORKSPACE
+from envs.task import Image, Task
+from infra.errors import BusyError, ImageError, SandboxError
 
-LEASE = "/tmp/.gagar-lease"
-LEASE_STALE_MIN = 60
-"""A remote server that ran no command for this long, but was never given back, may be taken again."""
-RETRY_S = 0.5
+PORT = 8000
+"""Where the server listens inside."""
+SERVER = "/gagar-server"
+"""Where the server and its Python lie in `server_image`, and then in a sandbox."""
+SWEREX = "swe-rex==1.4.0"
+FIRST_WAIT_S, LAST_WAIT_S = 1.0, 60.0
+_NO_IMAGE = re.compile(
+    r"manifest unknown|not found|no such image|does not exist|pull access denied|repository name must be|"
+    r"invalid ?(?:image)? ?(?:reference|name)|unauthorized|authentication required|denied: requested access",
+    re.IGNORECASE,
+)
+_BUSY = re.compile(
+    r"too ?many ?requests|rate ?limit|time[d ]?out|timeout|temporar|unavailable|capacity|quota|throttl|try again|"
+    r"connection ?(?:error|refused|reset)|exhausted|insufficient|no route to host|i/o",
+    re.IGNORECASE,
+)
 KILLED = 137
 GUARD = r"""
 name=$1 limit=$2 command=$3
 exec 2>/dev/null
 mkdir -p /workspace && cd -P /workspace || exit 125
-touch -c /tmp/.gagar-lease
+eval "$4"
 out=$(mktemp) || exit 125
 env -i PATH="$PATH" HOME=/tmp LANG=C.UTF-8 PYTHONDONTWRITEBYTECODE=1 GAGAR_RUN="$name" \
     timeout --signal=KILL "$limit" bash -c "$command" > "$out" 2>&1 < /dev/null
@@ -50,7 +60,7 @@ else
 fi
 rm -f "$out"
 exit $code
-""".replace("/tmp/.gagar-lease", LEASE).replace("/workspace", WORKSPACE)
+""".replace("/workspace", WORKSPACE)
 
 
 class Release(Protocol):
@@ -64,8 +74,10 @@ class Release(Protocol):
 class GuardedSandbox(RexSandbox):
     """A sandbox on a server that runs commands as plain children."""
 
-    def __init__(self, runtime: AbstractRuntime, *, name: str, release: Release) -> None:
+    def __init__(self, runtime: AbstractRuntime, *, name: str, release: Release, before: str = "") -> None:
+        """`before`: what is run outside of each command, and before it."""
         super().__init__(runtime, name=name)
+        self._before = before
         self._release = release
         self._closed = False
 
@@ -77,7 +89,7 @@ class GuardedSandbox(RexSandbox):
             self._lost = f"{self.name} is closed"
 
     def _command(self, command: str, timeout_s: float) -> Command:
-        words = ["bash", "-c", GUARD, "guard", secrets.token_hex(8), f"{timeout_s:g}", command]
+        words = ["bash", "-c", GUARD, "guard", secrets.token_hex(8), f"{timeout_s:g}", command, self._before]
         return Command(command=words, timeout=timeout_s + self._reply_margin_s / 2, merge_output_streams=True)
 
     def _outcome(self, exit_code: int | None, duration_s: float, timeout_s: float) -> tuple[int | None, bool]:
@@ -85,126 +97,101 @@ class GuardedSandbox(RexSandbox):
         return (None if timed_out else exit_code), timed_out
 
 
-class DeploymentProvider:
-    """Starts one SWE-ReX deployment for each sandbox and stops it when the sandbox is closed."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """What one sandbox is made of: the task's own wishes where it has any, else those of the configuration."""
 
-    kind: str
+    image: str
+    cpus: float | None
+    memory_mib: int | None
+    disk_mib: int | None
+    label: str
+    """The record or task, for people; empty for a sandbox that is of none."""
 
-    def deployment(self, image: Image | None = None) -> AbstractDeployment:
-        """A deployment that is not started yet."""
+
+def order_of(config: ServiceSandbox, task: Task | None) -> Order:
+    """What the source's configuration says goes before what the task's image says."""
+    if task is None:
+        return Order(image=config.image, cpus=None, memory_mib=None, disk_mib=None, label="")
+    image = task.image or Image(name=config.image, folder=WORKSPACE)
+    return Order(
+        image=image.name,
+        cpus=task.needs.cpus or image.cpus,
+        memory_mib=task.needs.memory_mib or image.memory_mib,
+        disk_mib=task.needs.disk_mib,
+        label=task.meta.get("record", task.task_id),
+    )
+
+
+class ServiceProvider:
+    """Starts a sandbox by `launch`, and tries again where the service is busy."""
+
+    def __init__(self, config: ServiceSandbox) -> None:
+        self._start_retries = config.start_retries
+        self._default = config
+
+    async def launch(self, order: Order) -> GuardedSandbox:
+        """One try, which leaves nothing behind if it fails. Raises SandboxError, BusyError, ImageError."""
         raise NotImplementedError
 
-    async def start(self, image: Image | None = None) -> GuardedSandbox:
+    async def start(self, task: Task | None = None) -> GuardedSandbox:
         """See `SandboxProvider.start`."""
-        try:
-            deployment = self.deployment(image)
-            deployment.logger = quiet_logger()
-            # SWE-ReX blocks its event loop while it pulls and waits, so it gets one of its own.
-            await asyncio.to_thread(asyncio.run, deployment.start())
-        except ImportError as error:
-            raise SandboxError(f"{error}; install swe-rex[{self.kind}] for sandboxes of type {self.kind}") from error
-        except RUNTIME_FAULTS as error:
-            raise lost(f"starting a {self.kind} deployment", error) from error
-
-        async def stop(sandbox: GuardedSandbox) -> None:
-            try:
-                await asyncio.to_thread(asyncio.run, deployment.stop())
-            except RUNTIME_FAULTS as error:
-                logging.getLogger(__name__).warning("%s did not stop cleanly: %s", sandbox.name, error)
-
-        return GuardedSandbox(deployment.runtime, name=f"{self.kind} sandbox", release=stop)
+        order = order_of(self._default, task)
+        tries = AsyncRetrying(
+            retry=retry_if_exception_type(BusyError),
+            stop=stop_after_attempt(self._start_retries + 1),
+            wait=wait_random_exponential(multiplier=FIRST_WAIT_S, max=LAST_WAIT_S),
+            before_sleep=lambda state: logging.getLogger(__name__).warning(
+                "%s; trying again", state.outcome.exception() if state.outcome else ""
+            ),
+            reraise=True,
+        )
+        sandbox: GuardedSandbox = await tries(self.launch, order)
+        return sandbox
 
     async def close(self) -> None:
         """See `SandboxProvider.close`: nothing is kept."""
 
 
-class DockerProvider(DeploymentProvider):
-    """Containers of the local docker or podman."""
+def refused(kind: str, image: str, text: str, *, pulling: bool = False) -> SandboxError:
+    """The error of a start that failed with `text`, by the class that decides whether it is tried again.
 
-    kind = "docker"
-
-    def __init__(self, config: DockerSandbox) -> None:
-        self.settings = DockerDeploymentConfig(
-            image=config.image,
-            docker_args=list(config.docker_args),
-            startup_timeout=config.start_timeout_s,
-            container_runtime=config.runtime,
-        )
-
-    def deployment(self, image: Image | None = None) -> AbstractDeployment:
-        """See `DeploymentProvider.deployment`. What a task asks for stands behind the run's own arguments, and wins."""
-        settings = self.settings.model_copy(deep=True)
-        if image is not None:
-            settings.image = image.name
-            settings.docker_args += [] if image.memory_mib is None else [f"--memory={image.memory_mib}m"]
-            settings.docker_args += [] if image.cpus is None else [f"--cpus={image.cpus:g}"]
-            # Images of tasks have no server of ours, and often no Python that could run it.
-            settings.python_standalone_dir = "/root"
-        return settings.get_deployment()
+    `pulling`: the text is about the image alone, so what is not found there is the image.
+    """
+    text = text.strip()[-1000:]
+    if _BUSY.search(text):
+        return BusyError(f"no {kind} sandbox of {image} could be had now: {text}")
+    if pulling and _NO_IMAGE.search(text):
+        return ImageError(f"the image {image} cannot be had ({kind}): {text}")
+    return SandboxError(f"a {kind} sandbox of {image} did not start: {text}")
 
 
-class ModalProvider(DeploymentProvider):
-    """Sandboxes of modal.com, without a network inside."""
-
-    kind = "modal"
-
-    def __init__(self, config: ModalSandbox) -> None:
-        self.settings = ModalDeploymentConfig(image=config.image, startup_timeout=config.start_timeout_s)
-
-    def deployment(self, image: Image | None = None) -> AbstractDeployment:
-        """See `DeploymentProvider.deployment`."""
-        settings = self.settings.model_copy(deep=True)
-        if image is not None:
-            settings.image = image.name
-        return settings.get_deployment()
+def needs_package(kind: str, error: ImportError) -> SandboxError:
+    """The error where the optional package of a kind of sandbox is missing."""
+    return SandboxError(
+        f"sandboxes of type {kind} need a package that is not installed ({error}); "
+        f"pip install -r requirements/sandboxes.txt, or pip install 'gagar[{kind}]'"
+    )
 
 
-class RemoteProvider:
-    """Running SWE-ReX servers; a lease on the server itself keeps other workers off it."""
-
-    def __init__(self, config: RemoteSandbox) -> None:
-        token = os.environ.get(config.token_env, "")
-        if not token:
-            raise SandboxError(f"environment variable {config.token_env} is empty; set it to the token of the servers")
-        self._config = config
-        self._token = token
-
-    async def start(self, image: Image | None = None) -> GuardedSandbox:
-        """See `SandboxProvider.start`: waits until one of the servers is free."""
-        deadline = time.monotonic() + self._config.start_timeout_s
-        last = "all are taken"
-        while time.monotonic() < deadline:
-            for host in random.sample(self._config.hosts, len(self._config.hosts)):
-                sandbox = self._sandbox(host)
-                try:
-                    if await self._take(sandbox):
-                        return sandbox
-                except SandboxError as error:
-                    last = error.message
-            await asyncio.sleep(RETRY_S)
-        raise SandboxError(f"no remote server became free within {self._config.start_timeout_s:g} s; last: {last}")
-
-    async def close(self) -> None:
-        """See `SandboxProvider.close`: nothing is kept."""
-
-    def _sandbox(self, host: str) -> GuardedSandbox:
-        runtime = RemoteRuntime(logger=quiet_logger(), host=host, auth_token=self._token)
-        return GuardedSandbox(runtime, name=f"remote {host}", release=_give_back)
-
-    async def _take(self, sandbox: GuardedSandbox) -> bool:
-        result = await sandbox.run(
-            f"find {LEASE} -maxdepth 0 -mmin +{LEASE_STALE_MIN} -exec rmdir {{}} \\; 2>/dev/null; "
-            f"mkdir {LEASE} && {_EMPTY}",
-            timeout_s=FILE_TIMEOUT_S,
-        )
-        return result.exit_code == 0
+def server_command(server_image: str | None) -> str:
+    """Shell command that runs the sandbox's server with the token of $GAGAR_TOKEN: the copied one, else what the image
+    has, else from PyPI."""
+    arguments = f'--port {PORT} --auth-token "$GAGAR_TOKEN"'
+    if server_image is not None:
+        return f"exec {SERVER}/bin/swerex-remote {arguments}"
+    return (
+        f"if command -v swerex-remote > /dev/null; then exec swerex-remote {arguments}; fi; "
+        f"python3 -m pip install -q pipx && exec python3 -m pipx run --spec {SWEREX} swerex-remote {arguments}"
+    )
 
 
-_EMPTY = f"find {WORKSPACE} -mindepth 1 -delete"
+def worker_name() -> str:
+    """Of this process, on what it starts elsewhere: host and process id."""
+    return f"{platform.node()}.{os.getpid()}"
 
 
-async def _give_back(sandbox: GuardedSandbox) -> None:
-    try:
-        await sandbox.run(f"{_EMPTY}; rmdir {LEASE}", timeout_s=FILE_TIMEOUT_S)
-    except SandboxError as error:
-        logging.getLogger(__name__).warning("%s", error)
+def is_leftover(worker: str) -> bool:
+    """Whether the worker of that name was on this host and is gone. Nobody can tell of other hosts."""
+    host, _, pid = worker.rpartition(".")
+    return host == platform.node() and pid.isdigit() and not os.path.exists(f"/proc/{pid}")

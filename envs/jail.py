@@ -38,7 +38,7 @@ from envs import jail_server
 from envs.jail_filter import seccomp_program
 from envs.rex import RUNTIME_FAULTS, RexSandbox, quiet_logger
 from envs.sandbox import lost
-from envs.task import Image
+from envs.task import Needs, Task
 from infra.errors import SandboxError
 
 USER_ID = 1000
@@ -75,14 +75,16 @@ class JailProvider:
         self._idle: list[JailServer] = []
         _sweep()
 
-    async def start(self, image: Image | None = None) -> JailedSandbox:
-        """See `SandboxProvider.start`."""
-        while self._idle:
-            server = self._idle.pop()
+    async def start(self, task: Task | None = None) -> JailedSandbox:
+        """See `SandboxProvider.start`. Memory and disk are the task's needs, else the configuration's."""
+        config = _sized(self._config, task.needs) if task is not None else self._config
+        while fitting := [server for server in self._idle if server.config == config]:
+            server = fitting[-1]
+            self._idle.remove(server)
             if server.alive:
                 return JailedSandbox(server, self)
             await server.kill()
-        return JailedSandbox(await JailServer.start(self._config, self._bwrap, self._shown), self)
+        return JailedSandbox(await JailServer.start(config, self._bwrap, self._shown), self)
 
     async def close(self) -> None:
         """See `SandboxProvider.close`."""
@@ -118,7 +120,10 @@ class JailedSandbox(RexSandbox):
 class JailServer:
     """One server process in its jail, and the only connection to it."""
 
-    def __init__(self, process: subprocess.Popen[str], runtime: UnixRuntime, errors: IO[str], info_fd: int) -> None:
+    def __init__(
+        self, process: subprocess.Popen[str], runtime: UnixRuntime, errors: IO[str], info_fd: int, config: JailSandbox
+    ) -> None:
+        self.config = config
         self._process = process
         self._errors = errors
         self._info_fd = info_fd
@@ -154,7 +159,7 @@ class JailServer:
             errors = on_failure.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace"))
             process = _spawn(config, bwrap, (listener.fileno(), info_write), token, errors, shown)
             on_failure.pop_all()
-        return cls(process, UnixRuntime(address, token), errors, info_read)
+        return cls(process, UnixRuntime(address, token), errors, info_read, config)
 
     async def _wait(self, timeout_s: float) -> None:
         """Until the server has run a command; raises SandboxError and ends it if it does not."""
@@ -245,6 +250,11 @@ class UnixRuntime(RemoteRuntime):
         if self._session is not None:
             await self._session.close()
             self._session = None
+
+
+def _sized(config: JailSandbox, needs: Needs) -> JailSandbox:
+    sizes = {"memory_mib": needs.memory_mib, "workspace_mib": needs.disk_mib}
+    return config.model_copy(update={key: value for key, value in sizes.items() if value is not None})
 
 
 def _sweep() -> None:

@@ -5,20 +5,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
 
 import aiohttp
+from pydantic import BaseModel
 from swerex.exceptions import SwerexException
 from swerex.runtime.abstract import AbstractRuntime, Command
+from swerex.runtime.remote import RemoteRuntime
 
 from envs.sandbox import CommandResult, lost
 from envs.shell import parse_read, read_command, unpack_commands
-from infra.errors import SandboxError
+from infra.errors import BusyError, SandboxError
 
 REPLY_MARGIN_S = 30.0
 """How much longer than the command itself an answer may take before the sandbox counts as lost."""
 FILE_TIMEOUT_S = 60.0
 MAX_READ_BYTES = 4 * 2**20
+_UNLIMITED = aiohttp.ClientTimeout(total=None, sock_connect=30)
 RUNTIME_FAULTS = (aiohttp.ClientError, SwerexException, OSError, TimeoutError, RuntimeError, ValueError)
 """What SWE-ReX's clients raise when a server is gone, answers with an error, or answers nonsense."""
 
@@ -28,6 +32,47 @@ def quiet_logger() -> logging.Logger:
     logger = logging.getLogger("gagar.swerex")
     logger.setLevel(logging.CRITICAL + 1)
     return logger
+
+
+class HttpRuntime(RemoteRuntime):
+    """SWE-ReX's client without its retries, its logging and its limit: that one gives up on any command after 300 s."""
+
+    def __init__(self, address: str, token: str, headers: Mapping[str, str] | None = None) -> None:
+        """`headers`: what the way to the server asks for beside the server's own token."""
+        super().__init__(logger=quiet_logger(), host=address, auth_token=token)
+        self._more = dict(headers or {})
+
+    @property
+    def _headers(self) -> dict[str, str]:
+        return {"X-API-Key": self._config.auth_token, **self._more}
+
+    async def _request(self, endpoint: str, payload: BaseModel | None, output_class: Any, num_retries: int = 0) -> Any:
+        body = payload.model_dump() if payload is not None else None
+        # A connection for each call: a kept one may be closed by the other side just when the next command is sent.
+        async with (
+            aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True), timeout=_UNLIMITED) as session,
+            session.post(f"{self._api_url}/{endpoint}", json=body, headers=self._headers) as response,
+        ):
+            if response.status != 200:
+                raise ConnectionError(f"{endpoint} answered {response.status}: {(await response.text())[:500]}")
+            return output_class(**await response.json())
+
+
+async def answering(runtime: AbstractRuntime, timeout_s: float, alive: Callable[[], Awaitable[None]]) -> None:
+    """Returns when the server answers. `alive` is awaited between tries, and raises when it never will.
+
+    Raises BusyError when it does not answer in time.
+    """
+    deadline, wait_s = time.monotonic() + timeout_s, 0.1
+    while True:
+        answer = await runtime.is_alive(timeout=5.0)
+        if answer.is_alive:
+            return
+        await alive()
+        if time.monotonic() > deadline:
+            raise BusyError(f"the sandbox's server did not answer within {timeout_s:g} s")
+        await asyncio.sleep(wait_s)
+        wait_s = min(1.5 * wait_s, 2.0)
 
 
 class RexSandbox:

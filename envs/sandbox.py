@@ -8,10 +8,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, assert_never
 
-from configs.schema import DockerSandbox, JailSandbox, ModalSandbox, SandboxConfig
-from envs.task import Image
+from configs.schema import (
+    DaytonaSandbox,
+    DockerSandbox,
+    FargateSandbox,
+    JailSandbox,
+    KubernetesSandbox,
+    ModalSandbox,
+    RemoteSandbox,
+    SandboxConfig,
+    ServiceSandbox,
+)
+from envs.task import Task
 from infra.errors import SandboxError
 
 WORKSPACE = "/workspace"
@@ -59,10 +69,13 @@ class Sandbox(Protocol):
 class SandboxProvider(Protocol):
     """Starts sandboxes. The caller bounds how many there are at once."""
 
-    async def start(self, image: Image | None = None) -> Sandbox:
-        """A sandbox with an empty workspace and no history. Raises SandboxError.
+    async def start(self, task: Task | None = None) -> Sandbox:
+        """A sandbox with no history, and an empty workspace unless the task's image has files there.
 
-        Containers are made of `image` where one is given; other kinds have no images and start as always.
+        Made of the task's image where it has one and the provider has images, with what the task needs of memory,
+        processors and disk. Nothing of the task is in it yet (`envs.workspace.prepare`).
+
+        Raises SandboxError; ImageError for an image that cannot be had.
         """
         ...
 
@@ -83,13 +96,34 @@ def make_provider(config: SandboxConfig, shown: Sequence[str] = ()) -> SandboxPr
         from envs.jail import JailProvider
 
         return JailProvider(config, shown)
-    from envs.deployment import DockerProvider, ModalProvider, RemoteProvider
+    if isinstance(config, RemoteSandbox):
+        from envs.remote import RemoteProvider
 
-    if isinstance(config, DockerSandbox):
-        return DockerProvider(config)
-    if isinstance(config, ModalSandbox):
-        return ModalProvider(config)
-    return RemoteProvider(config)
+        return RemoteProvider(config)
+    provider = _service(config)
+    if not config.warm:
+        return provider
+    from envs.warm import WarmProvider
+
+    return WarmProvider(provider, config.warm)
+
+
+def _service(config: ServiceSandbox) -> SandboxProvider:
+    from envs import containers, hosted, pods
+
+    match config:
+        case DockerSandbox():
+            return containers.DockerProvider(config)
+        case ModalSandbox():
+            return hosted.ModalProvider(config)
+        case FargateSandbox():
+            return hosted.FargateProvider(config)
+        case DaytonaSandbox():
+            return hosted.DaytonaProvider(config)
+        case KubernetesSandbox():
+            return pods.KubernetesProvider(config)
+        case _:
+            assert_never(config)
 
 
 class ScriptedSandbox:
@@ -127,7 +161,7 @@ class ScriptedProvider:
         self.make = make
         self.started: list[ScriptedSandbox] = []
 
-    async def start(self, image: Image | None = None) -> ScriptedSandbox:
+    async def start(self, task: Task | None = None) -> ScriptedSandbox:
         """See `SandboxProvider.start`."""
         await asyncio.sleep(0)
         sandbox = self.make()

@@ -107,6 +107,15 @@ class Image:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """What a source's configuration gives each sandbox of its tasks; None for what they have otherwise."""
+
+    cpus: float | None = None
+    memory_mib: int | None = None
+    disk_mib: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
     """One task: what the policy sees, where it starts, and how it is judged."""
 
@@ -124,6 +133,8 @@ class Task:
     verifier: Verifier
     image: Image | None = None
     """Sandboxes that have a folder of that name use what is in it instead of `files`."""
+    needs: Needs = Needs()
+    """Goes before what the image says."""
     reference_patch: str | None = None
     """A unified diff that solves the task; explains it to the grader where configured, never a criterion (M2.3)."""
     meta: Mapping[str, str] = field(default_factory=dict)

@@ -9,7 +9,7 @@ from envs.sandbox import WORKSPACE, Sandbox, SandboxProvider
 from envs.shell import batch, file_commands, unpack_commands
 from envs.task import HiddenTests, Image, Task
 from envs.tree import RepoTree
-from infra.errors import WorkspaceError
+from infra.errors import ImageError, WorkspaceError
 
 SETUP_TIMEOUT_S = 60.0
 ADOPT_TIMEOUT_S = 300.0
@@ -54,8 +54,12 @@ rm -rf .git/index.lock
 
 
 async def start(provider: SandboxProvider, task: Task) -> Sandbox:
-    """A sandbox for a task, of its image where the provider has images. Raises SandboxError."""
-    return await (provider.start() if task.image is None else provider.start(task.image))
+    """A sandbox for a task, of its image where the provider has images. Raises SandboxError, and ImageError (which is a
+    WorkspaceError) that names the task whose image cannot be had."""
+    try:
+        return await provider.start(task)
+    except ImageError as error:
+        raise ImageError(f"{task.meta.get('record', task.task_id)}: {error.message}") from error
 
 
 async def prepare(sandbox: Sandbox, task: Task) -> None:
@@ -69,7 +73,8 @@ async def prepare(sandbox: Sandbox, task: Task) -> None:
     if task.image is not None and not task.files:
         raise WorkspaceError(
             f"{task.task_id} needs a sandbox made of {task.image.name}, with its repository in {task.image.folder}; "
-            "use rollout.sandbox.type docker or modal, or name a folder of repositories (sources.*.repos)"
+            "use a rollout.sandbox.type that has images (docker, kubernetes, modal), or name a folder of repositories "
+            "(sources.*.repos)"
         )
     if isinstance(task.files, RepoTree):
         unpack = f"tar -xzmf {_PACKED} --no-same-owner --no-same-permissions && rm {_PACKED}"

@@ -13,11 +13,13 @@ E = TypeVar("E", bound=GagarError)
 
 __all__ = [
     "Boundary",
+    "BusyError",
     "ConfigError",
     "EngineError",
     "GagarError",
     "GraderError",
     "HarnessError",
+    "ImageError",
     "LearnerError",
     "SandboxError",
     "StorageError",
@@ -44,6 +46,14 @@ class SandboxError(GagarError):
 
 class WorkspaceError(SandboxError):
     """A sandbox that answers could not be made what the task wants: the task or the sandbox is at fault."""
+
+
+class ImageError(WorkspaceError):
+    """The image that a sandbox should be made of does not exist, or may not be had: asking again gives the same."""
+
+
+class BusyError(SandboxError):
+    """No sandbox could be had now, for want of room or of an answer in time: asking again may give one."""
 
 
 class EngineError(GagarError):

@@ -14,6 +14,7 @@ from envs.formats.records import Broken, Listing
 from envs.formats.rows import read_rows
 from envs.formats.stream import ListedTasks
 from envs.formats.swebench import read_swebench
+from envs.task import Needs
 
 ListedConfig = SwebenchSource | MimoSource | HarborSource | FolderSource
 FORMATS: dict[str, type[ListedConfig]] = {
@@ -70,6 +71,7 @@ def make_listed(name: str, config: ListedConfig) -> ListedTasks:
         train.usable(f"sources.{name}.path"),
         None if heldout is None else heldout.usable(f"sources.{name}.heldout_path"),
         config.heldout_share,
+        Needs(**config.resources.model_dump()),
     )
 
 

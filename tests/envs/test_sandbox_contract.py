@@ -14,7 +14,9 @@ import pytest
 import pytest_asyncio
 
 from configs.schema import DockerSandbox, JailSandbox, ModalSandbox, RemoteSandbox
-from envs.deployment import DockerProvider, ModalProvider, RemoteProvider
+from envs.containers import DockerProvider
+from envs.hosted import ModalProvider
+from envs.remote import RemoteProvider
 from envs.jail import JailProvider, find_bwrap
 from envs.sandbox import Sandbox, SandboxProvider, make_provider
 from infra.errors import SandboxError

@@ -356,7 +356,7 @@ async def test_a_jail_that_dies_masks(chat: ChatFormat, jails: JailProvider) -> 
     doomed = []
 
     class Watched:
-        async def start(self) -> object:
+        async def start(self, task: object = None) -> object:
             doomed.append(await jails.start())
             return doomed[-1]
 
@@ -414,7 +414,7 @@ async def test_one_sandbox_at_a_time(chat: ChatFormat, jails: JailProvider) -> N
     events: list[str] = []
 
     class Watched:
-        async def start(self) -> object:
+        async def start(self, task: object = None) -> object:
             sandbox = await jails.start()
             events.append("start")
             close = sandbox.close
