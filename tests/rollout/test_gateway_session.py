@@ -6,7 +6,6 @@ import asyncio
 import random
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
 from sampling_engine import SamplingEngine
 
@@ -18,6 +17,7 @@ from rollout.gateway.messages import Call, Message, RefusedError
 from rollout.gateway.rendering import Renderer
 from rollout.gateway.session import Session
 from rollout.trajectory import Payload, Status
+from tests.bench.exact import EngineCall, differences
 
 LIMITS = LimitsConfig(max_turns=40, max_turn_tokens=16, max_total_tokens=20_000)
 
@@ -49,31 +49,21 @@ async def say(session: Session, *messages: Message) -> Message:
     return (await session.call(Call(messages=messages))).message()
 
 
-def spans(payload: Payload) -> list[slice]:
-    ends = [*payload.contexts[1:], len(payload.token_ids)]
-    return [slice(begin, end) for begin, end in zip(payload.contexts, ends, strict=True)]
-
-
 def check_exact(payload: Payload, engine: SamplingEngine, session_id: str) -> None:
-    """Every call is in the payload, once: its prompt as it was sent, before what was sampled as it was sampled."""
-    expected = [(prompt, g) for name, prompt, g in engine.sampled if name.startswith(f"{session_id}/")]
-    assert payload.loss_mask.sum() == sum(len(g.token_ids) for _, g in expected)
-    ids = payload.token_ids.tolist()
-    unseen = payload.loss_mask.copy()
-    for prompt, generation in expected:
-        whole, n = [*prompt, *generation.token_ids], len(generation.token_ids)
-        found = [
-            span.start + len(prompt)
-            for span in spans(payload)
-            if ids[span][: len(whole)] == whole and unseen[span.start + len(prompt) : span.start + len(whole)].all()
-        ]
-        assert found, "what the engine saw and said is no beginning of any context"
-        at = slice(found[0], found[0] + n)
-        np.testing.assert_array_equal(payload.logprobs[at], np.asarray(generation.logprobs, np.float32))
-        np.testing.assert_array_equal(payload.versions[at], generation.versions)
-        unseen[at] = False
-    assert not unseen.any()
-    assert (payload.versions[~payload.loss_mask] == -1).all() and (payload.logprobs[~payload.loss_mask] == 0).all()
+    """The payload is what the engine was sent and sampled, and nothing else."""
+    calls = [
+        EngineCall(
+            request_id=name,
+            prompt_ids=prompt,
+            token_ids=sampled.token_ids,
+            logprobs=sampled.logprobs,
+            versions=sampled.versions,
+        )
+        for name, prompt, sampled in engine.sampled
+        if name.startswith(f"{session_id}/")
+    ]
+    assert calls
+    assert differences(payload, calls) == []
 
 
 async def test_what_is_appended_goes_on_with_the_sampled_tokens(chat: ChatFormat) -> None:
