@@ -23,11 +23,14 @@ from configs.schema import (
     AdvantageMode,
     BuiltinHarness,
     CommandHarness,
+    DaytonaSandbox,
     DockerSandbox,
     EndpointGraderBackend,
     EngineConfig,
+    FargateSandbox,
     GraderConfig,
     JailSandbox,
+    KubernetesSandbox,
     ListedSource,
     MinirepoSource,
     ModalSandbox,
@@ -35,6 +38,7 @@ from configs.schema import (
     Resources,
     RunConfig,
     SandboxConfig,
+    ServiceSandbox,
     VllmGraderBackend,
 )
 from configs.secrecy import is_secret, secret_in_argument
@@ -493,11 +497,25 @@ def remote_sandbox(config: RunConfig) -> Iterator[Problem]:
 def containers(config: RunConfig) -> Iterator[Problem]:
     """Arguments of docker run are kept in the run folder, so no secret may stand in them; and what would not start."""
     for key, sandbox in _sandboxes(config):
-        if isinstance(sandbox, DockerSandbox | ModalSandbox):
-            if re.search(r"\s|^-", sandbox.image):
-                yield _problem(config, f"{key}.image", "is not the name of an image; give e.g. python:3.11")
-            if is_secret(f"https://{sandbox.image}") and "@sha256:" not in sandbox.image:
-                yield _hidden(f"{key}.image", "may hold a secret; give the bare name, and log in with docker login")
+        if isinstance(sandbox, ServiceSandbox):
+            for field in ("image", "server_image"):
+                image = getattr(sandbox, field, None) or "none"
+                if re.search(r"\s|^-", image):
+                    yield _problem(config, f"{key}.{field}", "is not the name of an image; give e.g. python:3.11")
+                if is_secret(f"https://{image}") and "@sha256:" not in image:
+                    yield _hidden(
+                        f"{key}.{field}", "may hold a secret; give the bare name, and log in with docker login"
+                    )
+        if isinstance(sandbox, DaytonaSandbox):
+            yield from _variable(config, f"{key}.api_key_env", sandbox.api_key_env)
+        if isinstance(sandbox, ModalSandbox | FargateSandbox | DaytonaSandbox | KubernetesSandbox):
+            wall_s = config.rollout.limits.wall_s
+            if key == "rollout.sandbox" and sandbox.lifetime_s < wall_s:
+                yield _problem(
+                    config,
+                    f"{key}.lifetime_s",
+                    f"ends sandboxes before rollout.limits.wall_s = {wall_s:g} s does; raise it, or lower that",
+                )
         if not isinstance(sandbox, DockerSandbox):
             continue
         for argument, following in zip(sandbox.docker_args, (*sandbox.docker_args[1:], ""), strict=False):

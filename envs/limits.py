@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from configs.schema import DockerSandbox, JailSandbox, SandboxConfig
+from configs.schema import DockerSandbox, FargateSandbox, JailSandbox, SandboxConfig
 from envs.jail import counts_processes
 from envs.jail_filter import seccomp_program
 from infra.errors import SandboxError
@@ -15,16 +15,19 @@ _OPEN_NETWORKS = ("bridge", "host", "default", "slirp4netns", "pasta")
 def unenforced(config: SandboxConfig) -> tuple[str, ...]:
     """The limits that sandboxes of this kind would not have here, in words; empty if they have all.
 
-    For sandboxes on this host only: what holds on somebody else's machines cannot be seen from here.
+    For sandboxes on this host, and what is always so elsewhere: what else holds on somebody else's machines cannot be
+    seen from here. Pods are looked at when the first one is started.
     """
     if isinstance(config, JailSandbox):
         return _jail()
+    if isinstance(config, FargateSandbox):
+        return ("its tasks have a public address and a way to the internet",)
     return _docker(config) if isinstance(config, DockerSandbox) else ()
 
 
 def refuse_weaker(config: SandboxConfig) -> None:
     """Raises SandboxError if a limit cannot be enforced, unless the configuration allows it."""
-    if not isinstance(config, JailSandbox | DockerSandbox) or config.allow_weaker:
+    if not isinstance(config, JailSandbox | DockerSandbox | FargateSandbox) or config.allow_weaker:
         return
     if missing := unenforced(config):
         raise SandboxError(

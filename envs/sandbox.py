@@ -18,6 +18,7 @@ from configs.schema import (
     KubernetesSandbox,
     ModalSandbox,
     RemoteSandbox,
+    RunConfig,
     SandboxConfig,
     ServiceSandbox,
 )
@@ -106,6 +107,27 @@ def make_provider(config: SandboxConfig, shown: Sequence[str] = ()) -> SandboxPr
     from envs.warm import WarmProvider
 
     return WarmProvider(provider, config.warm)
+
+
+def in_session(config: RunConfig) -> RunConfig:
+    """The same run with sandboxes that show which start of the driver they belong to, where the service can tell."""
+    sandboxes = (config.rollout.sandbox, config.grader.sandbox if config.grader is not None else None)
+    if not any(isinstance(sandbox, KubernetesSandbox) for sandbox in sandboxes):
+        return config
+    from envs.pods import session_labels
+
+    labels = session_labels(config.name)
+
+    def labelled(sandbox: SandboxConfig) -> SandboxConfig:
+        if not isinstance(sandbox, KubernetesSandbox):
+            return sandbox
+        return sandbox.model_copy(update={"labels": {**sandbox.labels, **labels}})
+
+    rollout = config.rollout.model_copy(update={"sandbox": labelled(config.rollout.sandbox)})
+    grader = config.grader
+    if grader is not None and grader.sandbox is not None:
+        grader = grader.model_copy(update={"sandbox": labelled(grader.sandbox)})
+    return config.model_copy(update={"rollout": rollout, "grader": grader})
 
 
 def _service(config: ServiceSandbox) -> SandboxProvider:

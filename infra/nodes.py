@@ -14,8 +14,10 @@ from dataclasses import dataclass, field
 from configs.errors import ConfigError
 from configs.schema import (
     AdvantageMode,
+    DaytonaSandbox,
     EndpointGraderBackend,
     EngineConfig,
+    FargateSandbox,
     JailSandbox,
     ModalSandbox,
     RemoteSandbox,
@@ -147,6 +149,10 @@ def _engines(pool: str, engine: EngineConfig) -> Demand:
 def _keys(sandbox: SandboxConfig) -> tuple[str, ...]:
     if isinstance(sandbox, RemoteSandbox):
         return (sandbox.token_env,)
+    if isinstance(sandbox, DaytonaSandbox):
+        return (sandbox.api_key_env,)
+    if isinstance(sandbox, FargateSandbox):
+        return ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION")
     return ("MODAL_TOKEN_ID", "MODAL_TOKEN_SECRET") if isinstance(sandbox, ModalSandbox) else ()
 
 

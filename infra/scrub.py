@@ -15,13 +15,15 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from configs.schema import EndpointGraderBackend, RemoteSandbox, RunConfig
+from configs.schema import DaytonaSandbox, EndpointGraderBackend, RemoteSandbox, RunConfig
 from configs.secrecy import HIDDEN, hide_shapes, names_secret
 
 _SHORTEST = 6
 """Shorter values would hide ordinary words with them."""
 _PLACES = ("_PATH", "_FILE", "_DIR", "_FOLDER")
 """Such a variable says where a secret lies."""
+_SHORT_NAMES = ("_PWD", "_PASS", "_PAT")
+"""MYSQL_PWD, SMTP_PASS, AZURE_DEVOPS_EXT_PAT: names of secrets in an environment, of other things elsewhere."""
 
 
 class _Known:
@@ -66,8 +68,11 @@ def key_variables(config: RunConfig) -> list[str]:
     names = []
     if config.grader is not None and isinstance(config.grader.backend, EndpointGraderBackend):
         names.append(config.grader.backend.api_key_env)
-    if isinstance(config.rollout.sandbox, RemoteSandbox):
-        names.append(config.rollout.sandbox.token_env)
+    for sandbox in (config.rollout.sandbox, config.grader.sandbox if config.grader is not None else None):
+        if isinstance(sandbox, RemoteSandbox):
+            names.append(sandbox.token_env)
+        if isinstance(sandbox, DaytonaSandbox):
+            names.append(sandbox.api_key_env)
     return names
 
 
@@ -95,7 +100,8 @@ def install(names: Iterable[str] = ()) -> None:
 def _is_secret(name: str, value: str) -> bool:
     """A number is a size or a count, whatever it is called: MAX_TOKEN=100000."""
     plain = value.isdecimal() and len(value) <= 9
-    return names_secret(name) and not name.upper().endswith(_PLACES) and not plain
+    secret = names_secret(name) or name.upper().endswith(_SHORT_NAMES)
+    return secret and not name.upper().endswith(_PLACES) and not plain
 
 
 def _forms(value: str) -> Iterable[str]:

@@ -5,13 +5,21 @@ from __future__ import annotations
 import asyncio
 import time
 
-from configs.schema import JailSandbox, ModalSandbox, RemoteSandbox, RunConfig, SandboxConfig
+from configs.schema import (
+    DaytonaSandbox,
+    JailSandbox,
+    KubernetesSandbox,
+    ModalSandbox,
+    RemoteSandbox,
+    RunConfig,
+    SandboxConfig,
+)
 from infra.errors import SandboxError
 from infra.findings import Finding, Level
 
 NAME = "sandbox"
 LIMITS = "sandbox limits"
-_ELSEWHERE = (ModalSandbox, RemoteSandbox)
+_ELSEWHERE = (ModalSandbox, DaytonaSandbox, KubernetesSandbox, RemoteSandbox)
 JAIL_REMEDY = (
     "allow user namespaces (sysctl kernel.unprivileged_userns_clone=1; on Ubuntu 24.04 "
     "kernel.apparmor_restrict_unprivileged_userns=0; in Docker --security-opt seccomp=unconfined), or use "

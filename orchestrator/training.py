@@ -18,6 +18,7 @@ import yaml
 
 from configs.check import resolved
 from configs.schema import RunConfig
+from envs.sandbox import in_session
 from envs.source import make_source
 from infra import scrub
 from infra.errors import GagarError, LearnerError, StorageError, first_error
@@ -93,7 +94,7 @@ def run_training(config: RunConfig, *, config_file: Path, resume: bool) -> int:
     watchdog.headline = lambda still_s: stall_message(observer.shown, still_s)
     observer.still = watchdog.still
     watchdog.start()
-    training = _Training(config, run_dir, telemetry, storage, progress, observer, watchdog)
+    training = _Training(in_session(config), run_dir, telemetry, storage, progress, observer, watchdog)
     try:
         with ray_session(config):
             run_loop(watchdog.attended(training.run(checkpoint)))
