@@ -9,8 +9,18 @@ from collections.abc import Collection, Iterable
 from envs.task import HiddenTests, Task
 
 _CONFIGURATION = frozenset(
-    ("conftest.py", "pytest.ini", ".pytest.ini", "setup.cfg", "pyproject.toml", "tox.ini", "noxfile.py", ".coveragerc")
+    (
+        *("conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "setup.cfg", "pyproject.toml"),
+        *("tox.ini", "tox.toml", "noxfile.py", ".coveragerc"),
+    )
 )
+_RUNNERS = frozenset(
+    (
+        *("pytest", "_pytest", "pluggy", "iniconfig", "packaging", "py", "pygments", "exceptiongroup", "tomli"),
+        *("xdist", "execnet", "coverage", "pytest_cov", "pytest_asyncio", "pytest_timeout", "nose", "nose2", "tox"),
+    )
+)
+"""What runs tests, and what that imports: `python -m pytest` looks into the repository first."""
 _START_UP = frozenset(("sitecustomize.py", "usercustomize.py"))
 _MODULE_ENDINGS = (".py", ".pyc", ".so")
 
@@ -28,8 +38,8 @@ def tampered(
 
     They are the task's test files, the places of the hidden ones, what Python would import in the place of either, and
     what steers tests from outside of them, new or not: configuration of test runners, `__init__.py` in folders of tests
-    that had none, modules that Python imports by itself, and ones named like the standard library. New tests are a
-    patch's own business. Configuration that the reference patch changes is what the task is about.
+    that had none, modules that Python imports by itself, ones named like the standard library or like test runners,
+    and the entry points by which pytest finds plugins. New tests are a patch's own business. Configuration that the reference patch changes is what the task is about.
 
     Args:
         base: paths of the base, where `task.files` does not hold them.
@@ -81,13 +91,14 @@ def _makes_package(path: str, judges: Iterable[str]) -> bool:
 
 
 def _steers(path: str) -> bool:
-    name = posixpath.basename(path)
-    return name in _CONFIGURATION or name in _START_UP or name.endswith(".pth")
+    folder, name = posixpath.split(path)
+    plugs_in = name == "entry_points.txt" and folder.endswith((".dist-info", ".egg-info"))
+    return name in _CONFIGURATION or name in _START_UP or name.endswith(".pth") or plugs_in
 
 
 def _shadows(path: str) -> bool:
     is_module = path.endswith(_MODULE_ENDINGS) or path == root(path)  # a link to a folder is a package, too
-    return is_module and root(path) in sys.stdlib_module_names
+    return is_module and root(path) in (sys.stdlib_module_names | _RUNNERS)
 
 
 def files_of(patch: str) -> frozenset[str]:

@@ -71,25 +71,54 @@ def supervise(
     """
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     resume, in_a_row, checkpoint = "--resume" in command, 0, _status(run_dir).get("checkpoint")
-    while True:
-        driver = _Driver([*command, *(["--resume"] if resume and "--resume" not in command else [])])
-        with driver.signals():
+    with _stops() as stop:
+        while True:
+            driver = stop.driver = _Driver([*command, *(["--resume"] if resume and "--resume" not in command else [])])
+            if stop.number == signal.SIGTERM:  # it came while there was nobody to pass it on to
+                driver.end()
             why = driver.wait(silent_after_s)
-        left = _end_descendants(_LEAVE_S)
-        code = driver.code
-        if driver.told or code in FINAL:
-            return code if code >= 0 else 128 - code
-        status = _status(run_dir)
-        if status.get("pid") == driver.pid:  # it got as far as its folder, else another run's may stand there
-            resume = True
-        in_a_row = in_a_row + 1 if status.get("checkpoint") == checkpoint else 1
-        checkpoint = status.get("checkpoint")
-        ended = f"; {left} of its processes were left and ended" if left else ""
-        if in_a_row > restarts:
-            say(f"the driver {why}{ended}; given up after {in_a_row} in a row without a new checkpoint between")
-            return code if code > 0 else 1
-        say(f"the driver {why}{ended}; it is started again from {checkpoint or 'the start'}")
-        time.sleep(_PAUSE_S)
+            left = _end_descendants(_LEAVE_S)
+            code = driver.code
+            if stop.number or code in FINAL:
+                return code if code >= 0 else 128 - code
+            status = _status(run_dir)
+            if status.get("pid") == driver.pid:  # it got as far as its folder, else another run's may stand there
+                resume = True
+            in_a_row = in_a_row + 1 if status.get("checkpoint") == checkpoint else 1
+            checkpoint = status.get("checkpoint")
+            ended = f"; {left} of its processes were left and ended" if left else ""
+            if in_a_row > restarts:
+                say(f"the driver {why}{ended}; given up after {in_a_row} in a row without a new checkpoint between")
+                return code if code > 0 else 1
+            say(f"the driver {why}{ended}; it is started again from {checkpoint or 'the start'}")
+            time.sleep(_PAUSE_S)
+            if stop.number:
+                return 128 + stop.number
+
+
+class _Stop:
+    """A signal that ends the supervisor and whatever driver it has at that moment."""
+
+    number: int = 0
+    driver: _Driver | None = None
+
+
+@contextlib.contextmanager
+def _stops() -> Iterator[_Stop]:
+    """Meanwhile SIGTERM and SIGINT end no more than the driver; the supervisor follows it."""
+    stop = _Stop()
+
+    def pass_on(number: int, _: FrameType | None) -> None:
+        stop.number = number
+        if number == signal.SIGTERM and stop.driver is not None:  # a terminal's interrupt has reached it already
+            stop.driver.end()
+
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class _Driver:
@@ -105,8 +134,6 @@ class _Driver:
             raise GagarError(f"{command[0]} cannot be started ({e})") from e
         finally:
             os.close(write)
-        self.told = False
-        """It was stopped from outside, by a signal that the supervisor passed on."""
 
     @property
     def pid(self) -> int:
@@ -117,21 +144,9 @@ class _Driver:
         """Exit code; minus the signal that ended it."""
         return self._process.wait()
 
-    @contextlib.contextmanager
-    def signals(self) -> Iterator[None]:
-        """Meanwhile SIGTERM and SIGINT go to the driver."""
-
-        def pass_on(number: int, _: FrameType | None) -> None:
-            self.told = True
-            if number == signal.SIGTERM:  # a terminal's interrupt has reached the driver already
-                self._process.send_signal(number)
-
-        before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    def end(self) -> None:
+        """Tell it to stop; one that has ended hears nothing."""
+        self._process.send_signal(signal.SIGTERM)
 
     def wait(self, silent_after_s: float) -> str:
         """Until it has ended, or was killed because it hung; returns which."""

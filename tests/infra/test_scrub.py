@@ -95,6 +95,14 @@ def test_numbers_short_values_and_places_are_no_secrets(monkeypatch: pytest.Monk
     assert scrub("yes 131072 /etc/ssl/private") == "yes 131072 /etc/ssl/private"
 
 
+@pytest.mark.parametrize("name", ["MYSQL_PWD", "SMTP_PASS", "AZURE_DEVOPS_EXT_PAT"])
+def test_short_names_of_secrets(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(name, "hunter2-hunter2")
+    monkeypatch.setenv("PWD", "/srv/some/where")
+    hide(())
+    assert scrub("hunter2-hunter2 in /srv/some/where") == "*** in /srv/some/where"
+
+
 def test_json_stays_json() -> None:
     line = {"a": [f'TOKEN="{PLAIN}"', {"b": UNNAMED}], "c": 1.5, "d": None}
     assert json.loads(json.dumps(scrubbed(line))) == {"a": ['TOKEN="***"', {"b": "***"}], "c": 1.5, "d": None}

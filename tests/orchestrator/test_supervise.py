@@ -49,15 +49,15 @@ SUPERVISOR = """
 import sys
 from pathlib import Path
 from orchestrator import supervise
-supervise._LEAVE_S, supervise._PAUSE_S, supervise._BEAT_S = 1.0, 0.0, 0.1
+supervise._LEAVE_S, supervise._PAUSE_S, supervise._BEAT_S = 1.0, float(sys.argv[4]), 0.1
 command = [sys.executable, "-c", sys.argv[3], sys.argv[1], sys.argv[2]]
 say = lambda text: print(text, flush=True)
-sys.exit(supervise.supervise(command, Path(sys.argv[1]), restarts=2, silent_after_s=2.0, say=say))
+sys.exit(supervise.supervise(command, Path(sys.argv[1]), restarts=2, silent_after_s=5.0, say=say))
 """
 
 
-def start(run: Path, behaviour: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", SUPERVISOR, str(run), behaviour, DRIVER]
+def start(run: Path, behaviour: str, pause_s: float = 0.0) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", SUPERVISOR, str(run), behaviour, DRIVER, str(pause_s)]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": "."})
 
 
@@ -71,7 +71,7 @@ def supervised(run: Path, behaviour: str) -> tuple[int, str, list[str]]:
     ("behaviour", "said"),
     [
         ("progress killed,finished 0", "the driver was ended by SIGKILL; it is started again from step-0"),
-        ("progress hung,finished 0", "the driver gave no sign of life for 2 s and was ended"),
+        ("progress hung,finished 0", "the driver gave no sign of life for 5 s and was ended"),
         ("progress failed 1,finished 0", "the driver ended with exit code 1"),
         ("progress stalled 3,finished 0", "the driver ended with exit code 3"),
         ("progress signalled,finished 0", "the driver was ended by signal 40"),
@@ -128,6 +128,17 @@ def test_sigterm_reaches_the_driver_and_ends_both(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "starts").read_text().split() == ["fresh"]
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_between_two_drivers_ends_it(tmp_path: Path, number: int) -> None:
+    process = start(tmp_path / "run", "progress killed,finished 0", pause_s=2.0)
+    assert process.stdout is not None
+    assert "it is started again" in process.stdout.readline()
+    process.send_signal(number)
+    process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert (tmp_path / "run" / "starts").read_text().split() == ["fresh"]
+
+
 def test_a_pause_of_both_is_no_hung_driver(tmp_path: Path) -> None:
     """Ctrl-Z and fg: the driver may wake up a moment after its supervisor."""
     process = start(tmp_path / "run", "waits")
@@ -138,7 +149,7 @@ def test_a_pause_of_both_is_no_hung_driver(tmp_path: Path) -> None:
     driver.suspend()
     time.sleep(0.5)
     process.send_signal(signal.SIGSTOP)
-    time.sleep(3.0)
+    time.sleep(6.0)
     process.send_signal(signal.SIGCONT)
     time.sleep(0.5)
     driver.resume()
