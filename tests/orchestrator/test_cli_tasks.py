@@ -37,7 +37,7 @@ def test_there_is_a_configuration_for_each_format() -> None:
 
 def test_files_that_only_an_image_has_need_sandboxes_of_images() -> None:
     config = ROOT / "configs" / "tasks" / "mimo.yaml"
-    with pytest.raises(ConfigError, match=r"sources\.mimo\.path: 2 of its tasks .* jails have none"):
+    with pytest.raises(ConfigError, match=r"sources\.mimo\.path: 4 of its tasks .* jails have none"):
         load_run(config, ["sources.mimo.repos=null"], also=task_sources)
     docker = 'rollout.sandbox={type: docker, image: "a", docker_args: ["--memory=1g", "--pids-limit=9", "--network=n"]}'
     load_run(config, ["sources.mimo.repos=null", docker], also=task_sources)
@@ -54,7 +54,7 @@ def test_the_same_stream_twice_is_a_mistake_and_two_files_are_not(tmp_path: Path
 def test_check_says_what_is_wrong_and_where(tmp_path: Path) -> None:
     output, error = gagar("tasks", "check", ROOT / "configs" / "tasks" / "swebench.yaml")
     assert error is None
-    assert output == f"{TASKS}/swebench.jsonl: 2 tasks can be used, 0 cannot\n"
+    assert output == f"{TASKS}/swebench.jsonl: 4 tasks can be used, 0 cannot\n"
     rows = [json.loads(line) for line in (TASKS / "swebench.jsonl").read_text().splitlines()]
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row | {"problem_statement": ""}) + "\n" for row in rows[:1]))

@@ -1,0 +1,2 @@
+def city():
+    return "Pariss"

@@ -1,0 +1,8 @@
+import unittest
+
+from colour import colour
+
+
+class TestColour(unittest.TestCase):
+    def test_colour(self):
+        self.assertEqual(colour("grass"), "green")

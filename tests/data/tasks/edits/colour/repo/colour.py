@@ -1,0 +1,6 @@
+GRASS = "gren"
+SKY = "blue"
+
+
+def colour(thing):
+    return {"grass": GRASS, "sky": SKY}[thing]

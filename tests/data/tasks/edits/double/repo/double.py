@@ -1,0 +1,2 @@
+def double(number):
+    return number * 3

@@ -1,0 +1,2 @@
+def minutes(hours):
+    return hours * 24

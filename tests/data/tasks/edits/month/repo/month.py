@@ -1,0 +1,5 @@
+MONTHS = ["January", "Febuary", "March"]
+
+
+def month(number):
+    return MONTHS[number - 1]

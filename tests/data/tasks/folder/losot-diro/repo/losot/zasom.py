@@ -1,0 +1,5 @@
+from losot.diro import kemon
+
+def natuk(fur, gim):
+    tan = kemon(fur, gim)
+    return [tan]

@@ -1,0 +1,4 @@
+from nenum.nitim import zeves
+
+def dita(zus):
+    return {"lusal": zeves(zus)}

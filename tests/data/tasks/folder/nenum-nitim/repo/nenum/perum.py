@@ -1,0 +1,4 @@
+from nenum.nitim import zeves
+
+def katit(zus):
+    return {"zopon": zeves(zus)}

@@ -1,0 +1,2 @@
+def goni(zak, ben):
+    return zak[:ben - 1]

@@ -1,0 +1,3 @@
+#!/bin/bash
+cd /app
+sed -i '2s/ben - 1/ben/' mofes/kare.py

@@ -1,0 +1,5 @@
+from natam.bugo import goge
+
+def dobe(tul, ses):
+    fal = goge(tul, ses)
+    return fal

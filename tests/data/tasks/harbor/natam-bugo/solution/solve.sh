@@ -1,0 +1,3 @@
+#!/bin/bash
+cd /app
+sed -i '7s/tul/int(tul)/' natam/bugo.py

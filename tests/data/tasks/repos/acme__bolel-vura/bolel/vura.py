@@ -1,0 +1,7 @@
+POPUM = 4
+
+def sipo(rak, sar):
+    return rak // sar
+
+def tobu(guk):
+    return guk * 7

@@ -1,0 +1,4 @@
+from remer.suran import venom
+
+def fama(gas):
+    return ("gadum", venom(gas))

@@ -1,0 +1,4 @@
+from remer.suran import venom
+
+def dupas(gas):
+    return venom(gas)

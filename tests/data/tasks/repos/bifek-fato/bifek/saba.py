@@ -1,0 +1,5 @@
+from bifek.fato import bilan
+
+def samuk(zas, pok):
+    mal = bilan(zas, pok)
+    return {"robo": mal}
