@@ -1,0 +1,238 @@
+"""Experiments: what is started in which order, what a stop leaves, and figures by hand. The children are scripted."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from evaluations import simple
+
+from configs.errors import ConfigError
+from configs.experiment_schema import ExperimentConfig
+from configs.load import load
+from infra.errors import GagarError, StorageError
+from orchestrator.evaluation import write_evaluation
+from orchestrator.experiment import CellState, Experiment, load_experiment, remaining
+from orchestrator.experiment_run import Say, child, run_experiment
+from orchestrator.experiment_table import markdown
+
+BASE = """\
+name: base
+steps: 4
+sources:
+  code: {type: minirepo, groups_per_step: 2, seed: 3}
+  heldout: {type: minirepo, groups_per_step: 0, seed: 900}
+engine: {model: policy}
+learner: {model: policy}
+grader: {backend: {type: vllm, engine: {model: policy}}}
+"""
+OUTCOME = "algorithm: {mode: outcome}\ngrader: null\n"
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    folder = tmp_path / "policy"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 9000}')
+    (folder / "tokenizer.json").write_text("{}")
+    header = b'{"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    (tmp_path / "base.yaml").write_text(BASE)
+    (tmp_path / "outcome.yaml").write_text(OUTCOME)
+    (tmp_path / "experiment.yaml").write_text(
+        f"name: trial\noutput: {tmp_path}/runs\nbase: base.yaml\nseeds: [0, 2]\nreference: outcome\n"
+        "run: [outcome, redistribute]\ncell_minutes: 6\nevaluation: {source: heldout, tasks: 4, samples: 3}\n"
+        "arms:\n  outcome: {files: [outcome.yaml]}\n  redistribute: {}\n  capped: {set: [algorithm.lambda_max=1.2]}\n"
+        "against: {capped: redistribute}\n"
+    )
+    return tmp_path / "experiment.yaml"
+
+
+def open_experiment(file: Path, *overrides: str) -> Experiment:
+    return load_experiment(load(ExperimentConfig, file, overrides))
+
+
+PASSES = {"start": 0, "outcome": 1, "redistribute": 2, "capped": 3}
+"""Of three, of each task but one."""
+
+
+class Children:
+    """Stands for the processes: a training leaves a run's folder, an evaluation its file."""
+
+    def __init__(self, experiment: Experiment, fail: Sequence[str] = (), cut: Sequence[str] = ()) -> None:
+        self.experiment = experiment
+        self.fail, self.cut = fail, cut
+        self.asked: list[str] = []
+        self.running = self.most = 0
+
+    async def __call__(self, command: Sequence[str], log: Path, say: Say) -> int:
+        words = list(command[3:])
+        self.running += 1
+        self.most = max(self.most, self.running)
+        await asyncio.sleep(0)
+        self.running -= 1
+        if words[0] == "train":
+            name = Path(words[1]).stem
+            self.asked.append(f"train {name}" + (" --resume" if "--resume" in words else ""))
+            return self.train(name, Path(words[1]), log)
+        label = words[words.index("--label") + 1]
+        self.asked.append(f"eval {label}")
+        passes = PASSES[label.rpartition("-s")[0] or label]
+        found = simple(label, [passes, passes, 0, passes], t1=1)
+        write_evaluation(Path(words[words.index("--output") + 1]) / f"{label}.json", found)
+        return 0
+
+    def train(self, name: str, config: Path, log: Path) -> int:
+        if name in self.fail:
+            log.write_text("Ray started\nthe engine is gone\n")
+            return 1
+        run_dir = self.experiment.folder / name
+        steps = yaml.safe_load(config.read_text())["steps"]
+        last = run_dir / "checkpoints" / f"step-{steps:06d}"
+        last.mkdir(parents=True, exist_ok=True)
+        (run_dir / "config.yaml").write_text(config.read_text())
+        if name in self.cut:
+            return 1
+        metrics = [step(i + 1, entropy=0.5 - 0.1 * i) for i in range(steps)]
+        (run_dir / "metrics.jsonl").write_text("".join(json.dumps(m) + "\n" for m in metrics))
+        (last / "manifest.json").write_text("{}")
+        return 0
+
+
+def step(number: int, **learner: float) -> dict[str, Any]:
+    return {
+        "step": number,
+        "time_s": 100.0 + 10.0 * number,
+        "time/step_s": 10.0,
+        "trajectories/pass_rate": 0.1 * number,
+        "trajectories/response_tokens_mean": 50.0,
+        "histograms": {"trajectories/response_tokens": {"edges": [0, 1, 2], "counts": [4, 6]}},
+        **{f"learner/{name}": value for name, value in learner.items()},
+    }
+
+
+def run(experiment: Experiment, children: Children, only: Sequence[str] = (), *, everything: bool = False) -> list[str]:
+    said: list[str] = []
+    cells = experiment.chosen(only, everything=everything)
+    return asyncio.run(run_experiment(experiment, cells, say=said.append, run=children))
+
+
+def test_a_whole_experiment_seed_by_seed_and_its_table(file: Path) -> None:
+    experiment = open_experiment(file)
+    children = Children(experiment)
+    assert run(experiment, children) == []
+    assert children.asked == [
+        "eval start",
+        *("train outcome-s0", "eval outcome-s0", "train redistribute-s0", "eval redistribute-s0"),
+        *("train outcome-s2", "eval outcome-s2", "train redistribute-s2", "eval redistribute-s2"),
+    ]
+    assert children.most == 1, "one at a time, where nothing else is said"
+    result = json.loads((experiment.folder / "experiment.json").read_text())
+    arm = result["arms"]["redistribute"]
+    assert arm["seeds"] == [0, 2]
+    assert arm["heldout"]["avg@3"]["value"] == pytest.approx(6 / 12)
+    assert arm["heldout"]["T1 of graded passes"]["value"] == pytest.approx(1 / 2)
+    assert arm["trained"]["entropy"]["mean"] == pytest.approx(0.35) and arm["trained"]["cap rate"] is None
+    apart = result["differences"]["redistribute"]
+    assert apart["against"] == "outcome" and apart["heldout"]["avg@3"]["value"] == pytest.approx(3 / 12)
+    assert apart["heldout"]["T1 of graded passes"]["value"] == pytest.approx(-1 / 2)
+    assert result["start"]["avg@3"]["value"] == 0.0
+    cost = result["cost"]["outcome"]
+    assert cost["tokens"] == pytest.approx(4 * 10 * 50.0) and cost["pass_rate"] == pytest.approx(0.25)
+    text = (experiment.folder / "table.md").read_text()
+    assert text == markdown(result)
+    assert "| redistribute | outcome | +25.0 [" in text.replace("**", "")
+    assert "**-50.0 [-50.0, -50.0] points**" in text, "clear of zero"
+
+
+def test_what_is_complete_is_left_alone_and_what_is_half_done_goes_on(file: Path) -> None:
+    experiment = open_experiment(file)
+    first = Children(experiment, cut=["redistribute-s0"], fail=["outcome-s2"])
+    assert run(experiment, first) == ["redistribute-s0", "outcome-s2"]
+    assert "eval redistribute-s2" in first.asked, "the others go on"
+    states = {cell.name: experiment.state(cell) for cell in experiment.chosen()}
+    assert states == {
+        "outcome-s0": CellState.DONE,
+        "redistribute-s0": CellState.HALF,
+        "outcome-s2": CellState.NEW,
+        "redistribute-s2": CellState.DONE,
+    }
+    second = Children(experiment)
+    assert run(experiment, second) == []
+    assert second.asked == [
+        *("train redistribute-s0 --resume", "eval redistribute-s0", "train outcome-s2", "eval outcome-s2")
+    ]
+    left = remaining(experiment, experiment.chosen(everything=True))
+    assert left.cells == 2 and left.hours is not None and "mean of the 4" in left.basis
+
+
+def test_a_cell_of_another_configuration_is_refused_by_key(file: Path) -> None:
+    run(open_experiment(file), Children(open_experiment(file)), ["outcome:0"])
+    with pytest.raises(
+        StorageError, match=r"outcome-s0: was begun with another configuration \(learner\.optimizer\.lr"
+    ):
+        run(other := open_experiment(file, "set=[learner.optimizer.lr=0.5]"), Children(other))
+
+
+def test_arms_share_the_order_of_tasks_and_seeds_do_not(file: Path) -> None:
+    cells = {cell.name: cell.config for cell in open_experiment(file).cells}
+    seeds = {name: (c.seed, c.sources["code"].seed, c.sources["heldout"].seed) for name, c in cells.items()}
+    assert seeds["outcome-s0"] == seeds["redistribute-s0"] == seeds["capped-s0"] == (0, 3, 900)
+    assert seeds["outcome-s2"] == seeds["redistribute-s2"] == (2, 2003, 900)
+    assert cells["capped-s2"].algorithm.lambda_max == 1.2 and cells["redistribute-s2"].algorithm.lambda_max == 1.5
+    assert all(c.eval is None for c in cells.values()), "each is evaluated once, afterwards, by one judge"
+
+
+def test_only_and_all_choose_cells(file: Path) -> None:
+    experiment = open_experiment(file)
+    assert [c.name for c in experiment.chosen(["capped:2", "outcome"])] == ["outcome-s0", "outcome-s2", "capped-s2"]
+    assert len(experiment.chosen(everything=True)) == 6
+    with pytest.raises(ConfigError, match="--only capped:1: no such cell"):
+        experiment.chosen(["capped:1"])
+
+
+def test_mistakes_are_found_before_anything_runs(file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"arm capped: .*unknown key"):
+        open_experiment(file, "arms.capped.set=[algorithm.lambda_maxi=1]")
+    with pytest.raises(ConfigError, match="reference names 'none', which is no arm"):
+        open_experiment(file, "reference=none")
+    with pytest.raises(ConfigError, match="is trained on too"):
+        open_experiment(file, "evaluation.source=code")
+
+
+def test_a_start_that_cannot_be_evaluated_ends_it(file: Path) -> None:
+    class Broken(Children):
+        async def __call__(self, command: Sequence[str], log: Path, say: Say) -> int:
+            return 3
+
+    experiment = open_experiment(file)
+    with pytest.raises(GagarError, match="the start policy could not be evaluated"):
+        run(experiment, Broken(experiment))
+
+
+def test_cells_at_once(file: Path) -> None:
+    experiment = open_experiment(file, "parallel=3")
+    children = Children(experiment)
+    run(experiment, children)
+    assert children.most == 3
+    assert remaining(experiment, experiment.chosen(["capped"])).hours is not None
+
+
+async def test_a_child_that_is_stopped_gets_a_sigterm_and_ends(tmp_path: Path) -> None:
+    said: list[str] = []
+    program = "import signal, sys, time\nsignal.signal(15, lambda *_: sys.exit('saved'))\nprint('up')\ntime.sleep(60)"
+    log = tmp_path / "log"
+    task = asyncio.create_task(child([sys.executable, "-c", program], log, said.append))
+    while not log.exists() or "up" not in log.read_text():  # noqa: ASYNC110  # a file has no event
+        await asyncio.sleep(0.05)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert log.read_text() == "up\nsaved\n" and said == ["stopping; what runs ends at its last checkpoint"]
+    assert await child([sys.executable, "-c", "raise SystemExit(7)"], log, said.append) == 7
