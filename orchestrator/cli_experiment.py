@@ -1,4 +1,4 @@
-"""The commands that answer whether something works: `gagar eval` and `gagar experiment`. `register` adds them."""
+"""The commands that answer whether something works: `gagar eval`, `experiment` and `audit`. `register` adds them."""
 
 from __future__ import annotations
 
@@ -164,3 +164,53 @@ def _print_plan(loaded: Experiment, cells: list[Cell]) -> None:
     said = "unknown" if left.hours is None else f"about {left.hours:.1f} h"
     at_once = f", {loaded.config.parallel} at once" if loaded.config.parallel > 1 else ""
     typer.echo(f"{left.cells} to go{at_once}: {said} ({left.basis})")
+
+
+def audit(
+    run_a: Annotated[
+        str, typer.Argument(help="An evaluated run, an arm of an experiment (runs/ablation/redistribute), or a file.")
+    ],
+    run_b: Annotated[str, typer.Argument(help="What it is held against, evaluated on the same held-out tasks.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Changes to single keys of the grader's file.")
+    ] = None,
+    grader: Annotated[
+        Path | None, typer.Option(help="Configuration of a run; its grader judges. Not the one that they trained with.")
+    ] = None,
+    tasks: Annotated[int, typer.Option(min=1, help="Held-out tasks, drawn whatever became of them.")] = 30,
+    per_run: Annotated[int, typer.Option(min=1, help="Trajectories of each run and task at most.")] = 3,
+    seed: Annotated[int, typer.Option(help="Of the draw.")] = 0,
+    export: Annotated[
+        Path | None, typer.Option(help="Write the same cases as an HTML sheet that people fill in.")
+    ] = None,
+    answers: Annotated[
+        list[Path] | None, typer.Option("--import", help="Answers that the sheet saved; may be given several times.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Folder of the cases, the key and the figures; by default beside RUN_A.")
+    ] = None,
+) -> None:
+    """Judge two runs blind: the same tasks, candidates anonymous and shuffled, by another grader or by people."""
+    from configs.check import load_run
+    from orchestrator.audit_command import run_audit
+
+    if grader is None and export is None and not answers:
+        raise ConfigError(
+            "nobody is asked to judge; give --grader CONFIG, --export SHEET.html or --import ANSWERS.json"
+        )
+    if overrides and grader is None:
+        raise ConfigError(f"{overrides[0]}: there is no --grader whose keys it could change")
+    config = None if grader is None else load_run(grader, overrides or []).config
+    if config is not None and config.grader is None:
+        raise ConfigError(f"{grader}: grader = null: there is nobody to judge; give a configuration with a grader")
+    folder = output or Path(run_a).parent / f"audit-{Path(run_a).stem}-against-{Path(run_b).stem}"
+    run_audit(
+        (run_a, run_b),
+        tasks=tasks,
+        most=per_run,
+        seed=seed,
+        output=folder,
+        grader=config,
+        export=export,
+        answers=answers or [],
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from html.parser import HTMLParser
 from pathlib import Path
 
-VOID = {"meta", "line", "br", "path", "circle", "rect"}
+VOID = {"meta", "line", "br", "path", "circle", "rect", "input"}
 
 
 class Page(HTMLParser):
