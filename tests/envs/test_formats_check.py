@@ -159,7 +159,7 @@ def test_lines_that_are_no_rows_and_ids_that_come_twice(tmp_path: Path) -> None:
 
 
 def test_mimo_rows_name_image_and_folder() -> None:
-    first, second = read_listing(default_config("mimo", TASKS / "mimo.jsonl")).records
+    first, second, *_ = read_listing(default_config("mimo", TASKS / "mimo.jsonl")).records
     assert first.task.image == Image(name="registry.example.com/dice:1", folder="/testbed")
     assert hidden(first.task).timeout_s == 60.0 and hidden(first.task).results is Results.EXIT_CODE
     assert dict(first.task.files) == {} and second.record_id == "mail-1"
