@@ -536,6 +536,18 @@ def containers(config: RunConfig) -> Iterator[Problem]:
                 )
 
 
+def mirror(config: RunConfig) -> Iterator[Problem]:
+    """The address stands in the run folder, so it holds no key; and no node takes it for a folder of its own."""
+    address, key = config.checkpoint.mirror, "checkpoint.mirror"
+    if address is None:
+        return
+    scheme, found, rest = address.partition("://")
+    if not found or not scheme.isalnum() or not rest.strip("/"):
+        yield _problem(config, key, "is no address; give e.g. s3://bucket/runs or file:///shared/runs")
+    elif "@" in rest.partition("/")[0] or "?" in rest or is_secret(address):
+        yield _hidden(key, "may hold a secret, which would stand in the run folder; give it by the environment")
+
+
 def _hidden(key: str, message: str) -> Problem:
     """A problem whose value must not be repeated."""
     return Problem(path=tuple(key.split(".")), message=message)
@@ -752,6 +764,7 @@ RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     grader_backend,
     remote_sandbox,
     containers,
+    mirror,
     worker_resources,
     sandboxes,
     mixing,

@@ -1004,6 +1004,10 @@ class CheckpointConfig(Section):
     """Optimiser steps between checkpoints; the last step always has one."""
     keep: PositiveInt = 2
     """Newest checkpoints that stay on disk."""
+    mirror: NonEmpty | None = None
+    """Address of a folder in shared or object storage (file:///shared/runs, s3://bucket/runs, ...) that gets a copy of
+    every checkpoint, and from which `--resume` brings the newest one back where the run's own folder has none; null:
+    none. Credentials come from the environment, as the client library of that storage reads them."""
     rollouts: Flag = True
     """Whether workers keep finished rollouts in the run's folder `rollouts/` until a checkpoint covers them, so that a
     resume samples none of them again; every node must see the folder."""

@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from infra.errors import StorageError
 from infra.storage import Storage
@@ -61,6 +61,18 @@ def cut_logs(run_dir: Path, sizes: Mapping[str, int]) -> None:
                 file.truncate(min(sizes.get(name, 0), path.stat().st_size))
 
 
+class Copies(Protocol):
+    """Makes copies of checkpoints elsewhere, beside what the caller does (orchestrator/mirror.py)."""
+
+    async def settle(self) -> None:
+        """Until the copy that is being made is whole: only then may its checkpoint be removed."""
+        ...
+
+    async def follow(self, path: Path, run_dir: Path) -> None:
+        """Begin to copy a checkpoint that is whole."""
+        ...
+
+
 class Checkpoints:
     """The checkpoints of one run."""
 
@@ -71,14 +83,16 @@ class Checkpoints:
         keep: int,
         storage: Storage | None = None,
         in_thread: Callable[..., Awaitable[Any]] = asyncio.to_thread,
+        copies: Copies | None = None,
     ) -> None:
         """`storage`: waits there while the disk takes nothing; None: fails at once. `in_thread` runs what reads and
-        writes; a loop with a virtual clock has no threads."""
+        writes; a loop with a virtual clock has no threads. `copies`: told of every checkpoint that is whole."""
         self._run_dir = run_dir
         self._root = run_dir / "checkpoints"
         self._keep = keep
         self._storage = storage
         self._in_thread = in_thread
+        self._copies = copies
 
     async def save(
         self,
@@ -100,6 +114,8 @@ class Checkpoints:
         logs = log_sizes(self._run_dir)
         text = json.dumps({**state, "step": step, "logs": logs}, indent=1)
         final = self._root / f"step-{step:06d}"
+        if self._copies is not None:
+            await self._copies.settle()
 
         async def attempt() -> None:
             part = self._root / f".step-{step:06d}.part"
@@ -122,6 +138,8 @@ class Checkpoints:
                 await attempt()
             except OSError as e:
                 raise StorageError(f"{final}: checkpoint not written ({e}); free space and resume the run") from e
+        if self._copies is not None:
+            await self._copies.follow(final, self._run_dir)
         return final
 
     def latest(self, *, say: Callable[[str], None] = lambda _: None) -> Checkpoint | None:

@@ -96,6 +96,8 @@ def _resumed(config: RunConfig, run_dir: Path) -> str:
     from orchestrator.checkpoint import Checkpoints
     from orchestrator.runfiles import EVAL, read_jsonl, require_run
 
+    if config.checkpoint.mirror is not None and not any((run_dir / "checkpoints").glob("step-*")):
+        return f"from the newest copy of a checkpoint in {config.checkpoint.mirror}, if there is one"
     if not run_dir.exists():
         raise GagarError(f"{run_dir}: nothing to resume: no run of this name; leave out --resume to start it")
     require_run(run_dir)

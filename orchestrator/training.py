@@ -45,6 +45,7 @@ from orchestrator.ledger import Ledger
 from orchestrator.ledger_store import LedgerStore, indices
 from orchestrator.loop import Parts, Scheduler
 from orchestrator.measuring import Measuring
+from orchestrator.mirror import make_mirror
 from orchestrator.mixer import Mixer
 from orchestrator.observer import RunObserver
 from orchestrator.progress import Progress, end_table, stall_message
@@ -149,7 +150,8 @@ class _Training:
         self._measuring = Measuring(config, run_dir, storage=storage, progress=progress, moved=watchdog.moved)
         self._groups = JsonlFile(run_dir / GROUPS, sync=True, storage=storage)
         self._quarantine = JsonlFile(run_dir / QUARANTINE, sync=True, storage=storage)
-        self._checkpoints = Checkpoints(run_dir, keep=config.checkpoint.keep, storage=storage)
+        self._copies = make_mirror(config, say=progress.event)
+        self._checkpoints = Checkpoints(run_dir, keep=config.checkpoint.keep, storage=storage, copies=self._copies)
         self._reached = 0
         """Optimiser steps done."""
 
@@ -196,6 +198,9 @@ class _Training:
             if config.eval is not None and config.eval.after:
                 await self._measure("after", self._reached, rollout)
             await settle(self.storage, abort_after_s=config.scheduler.abort_after_s)
+            if self._copies is not None:
+                with waits.on("the end", "the copy of the last checkpoint"):
+                    await self._copies.finish(config.scheduler.abort_after_s)
 
     async def _measure(self, label: str, step: int, rollout: ActorPool) -> None:
         assert self.config.eval is not None
@@ -343,10 +348,13 @@ class _Training:
 
 def _open_run(run_dir: Path, config: RunConfig, *, resume: bool, say: Callable[[str], None]) -> Checkpoint | None:
     """Make the run folder, or reopen it at its last checkpoint. An earlier run of the name is moved aside, not lost."""
+    copies = make_mirror(config, say=say)
     try:
         if resume:
-            require_run(run_dir)
             _refuse_running(run_dir)
+            if copies is not None and not any((run_dir / "checkpoints").glob("step-*")):
+                copies.restore(run_dir)
+            require_run(run_dir)
             checkpoints = Checkpoints(run_dir, keep=config.checkpoint.keep)
             checkpoint = checkpoints.latest(say=say)
             if checkpoint and checkpoint.step >= config.steps and not _evaluation_missing(run_dir, config):
@@ -363,6 +371,8 @@ def _open_run(run_dir: Path, config: RunConfig, *, resume: bool, say: Callable[[
                 kept = run_dir.with_name(f"{run_dir.name}.{stamp}")
                 run_dir.rename(kept)
                 say(f"an earlier run of this name is kept as {kept}")
+            if copies is not None and (moved := copies.set_aside()) is not None:
+                say(f"the copies of an earlier run's checkpoints are kept as {moved}")
             run_dir.mkdir(parents=True)
         text = yaml.safe_dump(resolved(config), sort_keys=False)
         (run_dir / CONFIG).write_text(text, encoding="utf-8")
