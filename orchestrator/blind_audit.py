@@ -61,7 +61,7 @@ class Audit:
     @property
     def judgeable(self) -> list[Drawn]:
         """The tasks of which anything passed."""
-        return [one for one in self.drawn if sum(one.passes.values())]
+        return [one for one in self.drawn if any(one.passes.values())]
 
 
 # ---- drawing ---------------------------------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ def draw(
             passes[side] += bool(trajectory.passed)
             found.append((_anonymous(trajectory, name, case), replace(transcript, trajectory_id=name)))
         drawn.append(Drawn(case=case, task_id=known[index], sides=sides, origins=origins, passes=passes))
-        if group is not None and sum(passes.values()):
+        if group is not None and any(passes.values()):
             groups.append(
                 StoredGroup(
                     group_id=case,

@@ -31,6 +31,8 @@ class Mark:
     y: float
     height: float
     tip: str
+    weight: float = 1.0
+    """How strongly a cell of a heat map is filled, 0..1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +44,8 @@ class Shape:
     """Index into the template's palette."""
     path: str
     marks: tuple[Mark, ...]
+    area: str = ""
+    """Outline of the band around a line; empty for none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +54,7 @@ class Chart:
 
     title: str
     kind: str
-    """line, bars or timeline."""
+    """line, bars, heat or timeline."""
     x_ticks: tuple[Tick, ...]
     y_ticks: tuple[Tick, ...]
     shapes: tuple[Shape, ...]
@@ -77,6 +81,80 @@ def line_chart(
         shapes.append(Shape(name=name, color=color, path=path, marks=marks))
     return Chart(
         title=title, kind="line", x_ticks=_step_ticks(x_low, x_high), y_ticks=_y_ticks(y), shapes=tuple(shapes)
+    )
+
+
+def band_chart(
+    title: str,
+    series: Mapping[str, Sequence[tuple[float, float, float, float]]],
+    *,
+    colors: Mapping[str, int] | None = None,
+    low: float | None = None,
+    high: float | None = None,
+) -> Chart | None:
+    """Lines with a band around each: (step, middle, least, most). None without any point. `colors` keeps a series in
+    one colour over several charts."""
+    points = [p for line in series.values() for p in line]
+    if not points:
+        return None
+    y = _axis([v for p in points for v in p[1:]], low, high)
+    x_low, x_high = min(p[0] for p in points), max(p[0] for p in points)
+    shapes = []
+    for i, (name, line) in enumerate(series.items()):
+        if not line:
+            continue
+        at = [(_x(step, x_low, x_high), *(_y(v, y) for v in values)) for step, *values in line]
+        upper = " ".join(f"{'M' if j == 0 else 'L'}{p[0]:.1f} {p[3]:.1f}" for j, p in enumerate(at))
+        lower = " ".join(f"L{p[0]:.1f} {p[2]:.1f}" for p in reversed(at))
+        path = " ".join(f"{'M' if j == 0 else 'L'}{p[0]:.1f} {p[1]:.1f}" for j, p in enumerate(at))
+        marks = tuple(
+            Mark(x=p[0], y=p[1], height=0.0, tip=f"{name}, step {step:g}: {middle:.4g} ({least:.4g} to {most:.4g})")
+            for p, (step, middle, least, most) in zip(at, line, strict=True)
+        )
+        color = i if colors is None else colors[name]
+        shapes.append(Shape(name=name, color=color, path=path, marks=marks, area=f"{upper} {lower} Z"))
+    return Chart(
+        title=title, kind="line", x_ticks=_step_ticks(x_low, x_high), y_ticks=_y_ticks(y), shapes=tuple(shapes)
+    )
+
+
+def heat_map(
+    title: str, columns: Mapping[int, Sequence[tuple[float, float]]], *, rows: int = 16, low: float | None = None
+) -> Chart | None:
+    """How values are spread in each step: (value, how many) by step. Each column is a share of its own step, so steps
+    with many groups are not darker. None without any value."""
+    values = [value for column in columns.values() for value, count in column if count]
+    if not values:
+        return None
+    y = _axis(values, low, None)
+    steps = sorted(columns)
+    slot, height = (WIDTH - LEFT - RIGHT) / len(steps), (HEIGHT - TOP - BOTTOM) / rows
+    marks = []
+    for i, step in enumerate(steps):
+        total = sum(count for _, count in columns[step])
+        cells = [0.0] * rows
+        for value, count in columns[step]:
+            cells[min(int((value - y[0]) / (y[1] - y[0]) * rows), rows - 1)] += count
+        for row, count in enumerate(cells):
+            if count:
+                edges = [y[0] + (y[1] - y[0]) * (row + side) / rows for side in (0, 1)]
+                marks.append(
+                    Mark(
+                        x=LEFT + slot * i,
+                        y=HEIGHT - BOTTOM - height * (row + 1),
+                        height=height,
+                        tip=f"step {step}: {count:g} of {total:g} between {edges[0]:.3g} and {edges[1]:.3g}",
+                        weight=count / total,
+                    )
+                )
+    every = math.ceil(len(steps) / 12)
+    return Chart(
+        title=title,
+        kind="heat",
+        x_ticks=tuple(Tick(at=LEFT + slot * (i + 0.5), label=str(s)) for i, s in enumerate(steps) if i % every == 0),
+        y_ticks=_y_ticks(y),
+        shapes=(Shape(name="share of the step's groups", color=0, path="", marks=tuple(marks)),),
+        bar_width=slot,
     )
 
 

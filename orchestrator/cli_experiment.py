@@ -1,4 +1,4 @@
-"""The commands that answer whether something works: `gagar eval`, `experiment` and `audit`. `register` adds them."""
+"""The commands that answer whether something works: `gagar eval`, `experiment`, `audit`, `report`."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ def register(app: typer.Typer) -> None:
     """Add the commands to the application."""
     example = "gagar eval configs/learn.yaml --checkpoint runs/learn/checkpoints/step-000030 --samples 3"
     app.command(name="eval", epilog=f"Example: {example}")(evaluate)
-    app.command(epilog="Example: gagar experiment configs/ablation.yaml --only redistribute --only outcome:0")(
-        experiment
-    )
+    app.command(epilog="Example: gagar experiment configs/ablation.yaml --only outcome:0")(experiment)
+    app.command(epilog="Example: gagar report runs/ablation --output ablation.html")(report)
+    runs = "runs/ablation/redistribute runs/ablation/outcome"
+    app.command(epilog=f"Example: gagar audit {runs} --grader judge.yaml")(audit)
 
 
 def evaluate(
@@ -214,3 +215,19 @@ def audit(
         export=export,
         answers=answers or [],
     )
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Runs, running or ended; the folder of an experiment: its cells.")],
+    output: Annotated[
+        Path | None, typer.Option(help="File to write; by default report.html in the folder that is given first.")
+    ] = None,
+) -> None:
+    """Write one page about one run, or hold several against each other; it opens without a network."""
+    from orchestrator.report import write_report
+    from orchestrator.report_compare import runs_of, write_comparison
+
+    if len(runs) == 1 and not (runs[0] / "experiment.yaml").is_file():
+        typer.echo(write_report(runs_of(runs)[0], output))
+        return
+    typer.echo(write_comparison(runs, output or runs[0] / ("report.html" if len(runs) == 1 else "comparison.html")))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -19,7 +20,7 @@ from infra.unseen import visible
 from orchestrator.archive import read_archived
 from orchestrator.bottleneck import CAUSES, verdict
 from orchestrator.browse import group_lists, to_show
-from orchestrator.charts import Chart, line_chart, stacked_bars, timeline
+from orchestrator.charts import Chart, heat_map, line_chart, stacked_bars, timeline
 from orchestrator.group_view import SCORES, GroupView, group_view
 from orchestrator.progress import summary_rows
 from orchestrator.runfiles import (
@@ -46,8 +47,9 @@ TIMELINE_S = 120.0
 Row = Mapping[str, Any]
 
 
-def write_report(run_dir: Path) -> Path:
-    """Write `report.html` into the run folder and return its path. The run may be unfinished.
+def write_report(run_dir: Path, path: Path | None = None) -> Path:
+    """Write a page about one run, `report.html` in its folder by default, and return its path. The run may be
+    unfinished.
 
     Raises:
         StorageError: the folder is not a run, its files are damaged, or the report cannot be written.
@@ -81,7 +83,7 @@ def write_report(run_dir: Path) -> Path:
         groups_total=len(groups),
         config=config.read_text(encoding="utf-8", errors="replace") if config.is_file() else "",
     )
-    return write_page(run_dir / "report.html", page)
+    return write_page(path or run_dir / "report.html", page)
 
 
 def write_group_page(path: Path, view: GroupView) -> Path:
@@ -138,14 +140,14 @@ def _views(run_dir: Path, records: Sequence[Row]) -> list[GroupView]:
         except StorageError as e:
             note = visible(str(e))
         view = group_view(record, stored, anchor=f"g{i}", note=note)
-        size += _size(view)
+        size += page_size(view)
         if size > MAX_PAGE_CHARS and views:
             break
         views.append(view)
     return views
 
 
-def _size(view: GroupView) -> int:
+def page_size(view: GroupView) -> int:
     """About how many characters of the page a group takes."""
     lines = sum(len(line.text) + 90 for c in view.candidates for line in (*c.patch, *c.log))
     return lines + sum(len(t.action) + len(t.observation) + 120 for c in view.candidates for t in c.turn_views)
@@ -173,15 +175,32 @@ def step_charts(metrics: Sequence[Row]) -> list[Chart | None]:
         line_chart("Reward by source", _lines(metrics, "reward/")),
         stacked_bars("Tiers of graded passes", {f"T{i}": _bars(metrics, f"grading/tier{i}_share") for i in (1, 2, 3)}),
         line_chart("Lambda before the cap", _some(lambdas)),
+        heat_map("Lambda of graded groups, step by step", spread(metrics, "redistribution/lambda"), low=1.0),
+        line_chart(
+            "Change of the failing side's advantage",
+            _some({"mean": _line(metrics, "redistribution/failing_shift_mean")}),
+        ),
         line_chart("Shares", _some(shares), low=0.0, high=1.0),
         stacked_bars("Groups by end", {n.removeprefix("groups/"): _bars(metrics, n) for n in ends}),
         stacked_bars("Where the time of a step went, seconds", {k: _bars(metrics, n) for k, n in time_parts.items()}),
         line_chart("Entropy, nats", _some({"entropy": _line(metrics, "learner/entropy")})),
         line_chart("Learner and engine log-probability gap", _some(gap)),
+        line_chart("Turns a trajectory", _some({"mean": _line(metrics, "trajectories/turns_mean")})),
         line_chart(
             "Generated tokens a trajectory", _some({"mean": _line(metrics, "trajectories/response_tokens_mean")})
         ),
     ]
+
+
+def spread(metrics: Sequence[Row], name: str) -> dict[int, list[tuple[float, float]]]:
+    """(middle of a bin, how many) of a histogram, by step."""
+    found: dict[int, list[tuple[float, float]]] = {}
+    for m in metrics:
+        if (histogram := (m.get("histograms") or {}).get(name)) is not None:
+            edges = histogram["edges"]
+            middles = [(low + high) / 2 for low, high in pairwise(edges)]
+            found[int(m["step"])] = list(zip(middles, map(float, histogram["counts"]), strict=True))
+    return found
 
 
 def bounds(metrics: Sequence[Row]) -> Chart | None:

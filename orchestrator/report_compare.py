@@ -1,0 +1,320 @@
+"""One page about several runs: arms with their seeds, curves with bands, costs, graded groups and what was configured.
+
+Made from the run folders alone, so that it opens without a network. Runs whose names differ in `-sSEED` at the end
+alone are seeds of one arm. Every value is escaped by the template engine, and the page's own policy forbids scripts.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from configs.schema import RunConfig
+from infra.errors import StorageError
+from infra.unseen import visible
+from orchestrator.archive import read_archived
+from orchestrator.browse import Entry, GroupList, group_lists, to_show
+from orchestrator.charts import Chart, band_chart, heat_map, stacked_bars
+from orchestrator.cost import compare, step_costs
+from orchestrator.evaluation import (
+    EVALUATIONS,
+    Evaluation,
+    estimate_text,
+    figures_of,
+    grid,
+    read_evaluation,
+)
+from orchestrator.experiment import differing
+from orchestrator.group_view import GroupView, group_view
+from orchestrator.intervals import difference, ratio
+from orchestrator.report import MAX_PAGE_CHARS, occupancy, page_size, render_page, spread, write_page
+from orchestrator.runfiles import ARCHIVE, CONFIG, EVAL, GROUPS, METRICS, read_jsonl, require_run
+
+SEED = re.compile(r"-s\d+$")
+SHOWN_OF_A_RUN = 4
+"""Groups of each list that one run contributes: a page holds many runs."""
+CURVES: tuple[tuple[str, str, bool], ...] = (
+    ("Pass rate, training tasks", "trajectories/pass_rate", True),
+    ("T1 share of graded passes", "grading/tier1_share", True),
+    ("Turns a trajectory", "trajectories/turns_mean", False),
+    ("Generated tokens a trajectory", "trajectories/response_tokens_mean", False),
+    ("Entropy, nats", "learner/entropy", False),
+    ("Lambda before the cap, mean", "redistribution/lambda_mean", False),
+    ("Cap rate", "redistribution/lambda_capped_rate", True),
+    ("Change of the failing side's advantage", "redistribution/failing_shift_mean", False),
+    ("Grading that fell back", "grading/fallback_rate", True),
+    ("Step, seconds", "time/step_s", False),
+)
+"""(title, metric, whether it is a share): what is drawn for every arm."""
+TIME_PARTS = ("rollout", "grading", "learning", "publish", "checkpoint", "idle")
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunData:
+    """One run, as much of it as there is."""
+
+    name: str
+    arm: str
+    folder: Path
+    config: RunConfig
+    metrics: Sequence[Row]
+    groups: Sequence[Row]
+    evals: Sequence[Row]
+    evaluation: Evaluation | None
+    """Of its last weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArmTable:
+    """Held-out figures beside each other."""
+
+    names: tuple[str, ...]
+    rows: tuple[tuple[str, tuple[str, ...]], ...]
+    note: str
+
+
+def runs_of(folders: Sequence[Path]) -> list[Path]:
+    """Folders of runs; that of an experiment stands for its cells.
+
+    Raises:
+        StorageError: one is neither.
+    """
+    found: list[Path] = []
+    for folder in folders:
+        if (folder / "experiment.yaml").is_file():
+            found += sorted(p.parent for p in folder.glob(f"*/{CONFIG}"))
+        else:
+            require_run(folder)
+            found.append(folder)
+    if not found:
+        raise StorageError(f"{folders[0]}: no cell of this experiment has begun")
+    return found
+
+
+def write_comparison(folders: Sequence[Path], path: Path) -> Path:
+    """Write a page about these runs, which may be unfinished, and return its path.
+
+    Raises:
+        StorageError: a folder is no run, a file is damaged, or the page cannot be written.
+    """
+    runs = [read_run(folder) for folder in runs_of(folders)]
+    arms: dict[str, list[RunData]] = {}
+    for run in runs:
+        arms.setdefault(run.arm, []).append(run)
+    lists, views = _browse(runs)
+    costs = {arm: [c for run in members if (c := step_costs(run.folder, run.config))] for arm, members in arms.items()}
+    costs = {arm: found for arm, found in costs.items() if found}
+    page = render_page(
+        "compare.html.j2",
+        made=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        runs=[(run.name, run.arm, len(run.metrics), run.config.steps) for run in runs],
+        arms=len(arms),
+        heldout=heldout_table(arms),
+        charts=[c for c in curves(arms) if c is not None],
+        heats=[c for c in heat_maps(arms) if c is not None],
+        spent=[c for c in spending(runs) if c is not None],
+        costs=compare(costs, next(iter(costs))) if costs else {},
+        timelines=[(run.name, c) for run in runs if (c := occupancy(run.folder, run.metrics)) is not None],
+        lists=lists,
+        views=list(views.values()),
+        anchors={key: view.anchor for key, view in views.items()},
+        differences=config_differences(runs),
+    )
+    return write_page(path, page)
+
+
+def read_run(folder: Path) -> RunData:
+    """Everything that the page wants of one run.
+
+    Raises:
+        StorageError: its configuration or another file is damaged.
+    """
+    path = folder / CONFIG
+    try:
+        config = RunConfig.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
+    except (OSError, yaml.YAMLError, ValidationError) as e:
+        raise StorageError(f"{path}: cannot be read ({str(e).splitlines()[0]}); give the folder of a run") from None
+    name = folder.name
+    return RunData(
+        name=name,
+        arm=SEED.sub("", name),
+        folder=folder,
+        config=config,
+        metrics=read_jsonl(folder / METRICS),
+        groups=list({r["group_id"]: r for r in read_jsonl(folder / GROUPS)}.values()),
+        evals=read_jsonl(folder / EVAL),
+        evaluation=_last_evaluation(folder),
+    )
+
+
+def _last_evaluation(folder: Path) -> Evaluation | None:
+    """That of an experiment's cell, or the run's own after its last step."""
+    for path in (folder.parent / EVALUATIONS / f"{folder.name}.json", folder / EVALUATIONS / "after.json"):
+        if path.is_file():
+            return read_evaluation(path)
+    return None
+
+
+# ---- panels ----------------------------------------------------------------------------------------------------------
+
+
+def curves(arms: Mapping[str, Sequence[RunData]]) -> list[Chart | None]:
+    """One line for each arm, the mean over its seeds, in a band from the least to the most of them."""
+    colors = {arm: i for i, arm in enumerate(arms)}
+    charts = [_heldout_curve(arms, colors)]
+    for title, metric, share in CURVES:
+        series = {
+            arm: band([{m["step"]: m[metric] for m in run.metrics if m.get(metric) is not None} for run in members])
+            for arm, members in arms.items()
+        }
+        charts.append(band_chart(title, _some(series), colors=colors, low=0.0 if share else None))
+    return charts
+
+
+def _heldout_curve(arms: Mapping[str, Sequence[RunData]], colors: Mapping[str, int]) -> Chart | None:
+    """Held-out evaluations of runs that were evaluated more than once."""
+    series = {
+        arm: band([{e["step"]: e["pass_rate"] for e in run.evals if e["pass_rate"] is not None} for run in members])
+        for arm, members in arms.items()
+    }
+    return band_chart("Held-out pass rate (avg@k)", _some(series), colors=colors, low=0.0)
+
+
+def band(runs: Sequence[Mapping[int, float]]) -> list[tuple[float, float, float, float]]:
+    """(step, mean, least, most) over the runs that have a value at a step."""
+    steps = sorted({step for run in runs for step in run})
+    found = []
+    for step in steps:
+        values = [float(run[step]) for run in runs if step in run]
+        found.append((float(step), fmean(values), min(values), max(values)))
+    return found
+
+
+def heat_maps(arms: Mapping[str, Sequence[RunData]]) -> list[Chart | None]:
+    """How lambda is spread over time, all seeds of an arm together."""
+    charts = []
+    for arm, members in arms.items():
+        columns: dict[int, list[tuple[float, float]]] = {}
+        for run in members:
+            for step, values in spread(run.metrics, "redistribution/lambda").items():
+                columns.setdefault(step, []).extend(values)
+        charts.append(heat_map(f"Lambda of graded groups: {arm}", columns, low=1.0))
+    return charts
+
+
+def spending(runs: Sequence[RunData]) -> list[Chart | None]:
+    """Where the time and the generated tokens of each run went; runs are numbered as in the list above."""
+    time_s = {
+        part: {i: sum(m.get(f"time/{part}_s") or 0.0 for m in run.metrics) for i, run in enumerate(runs, 1)}
+        for part in TIME_PARTS
+    }
+    tokens: dict[str, dict[int, float]] = {}
+    for i, run in enumerate(runs, 1):
+        for record in run.groups:
+            end = "skipped" if record["outcome"].startswith("skipped") else record["outcome"]
+            spent = sum(t["response_tokens"] for t in record["trajectories"] if t["valid"])
+            parts = tokens.setdefault(f"rollouts of {end} groups", {})
+            parts[i] = parts.get(i, 0.0) + spent
+            written = (record.get("grader") or {}).get("completion_tokens") or 0
+            parts = tokens.setdefault("grader", {})
+            parts[i] = parts.get(i, 0.0) + written
+    return [
+        stacked_bars("Seconds, by run", time_s),
+        stacked_bars("Generated tokens, by run", {n: p for n, p in tokens.items() if any(p.values())}),
+    ]
+
+
+def heldout_table(arms: Mapping[str, Sequence[RunData]]) -> ArmTable | None:
+    """Figures of the last weights, where all of them were evaluated on the same tasks with as many samples."""
+    found = {arm: [run.evaluation for run in members if run.evaluation is not None] for arm, members in arms.items()}
+    found = {arm: members for arm, members in found.items() if members}
+    everything = [e for members in found.values() for e in members]
+    if not everything or len({e.samples for e in everything}) > 1:
+        return None
+    graded = any(s.tier for e in everything for t in e.tasks for s in t.samples)
+    known = any(s.known for e in everything for t in e.tasks for s in t.samples)
+    shown = figures_of(everything[0].samples, graded=graded, known=known)
+    try:
+        grid(everything, shown[0].parts)
+    except StorageError:
+        return None
+    rows: list[tuple[str, tuple[str, ...]]] = []
+    first = next(iter(found.values()))
+    for f in shown:
+        grids = {arm: grid(members, f.parts) for arm, members in found.items()}
+        rows.append((f.name, tuple(estimate_text(ratio(*pair), f.unit) for pair in grids.values())))
+        if len(found) > 1 and f.name != "masked":
+            theirs = grid(first, f.parts)
+            apart = [
+                estimate_text(difference(*pair, *theirs), f.unit, signed=True) if len(members) == len(first) else "-"
+                for pair, members in zip(grids.values(), found.values(), strict=True)
+            ]
+            rows.append(("less the first", ("", *apart[1:])))
+    one = everything[0]
+    return ArmTable(
+        names=tuple(f"{arm} ({len(members)})" for arm, members in found.items()),
+        rows=tuple(rows),
+        note=f"{len(one.tasks)} held-out tasks of {one.source}, {one.samples} samples each; in brackets the number of "
+        "seeds; 95 % bootstrap intervals over tasks and seeds; differences are paired by seed and task.",
+    )
+
+
+def config_differences(runs: Sequence[RunData]) -> list[tuple[str, tuple[str, ...]]]:
+    """(key, value in each run) of every key whose value is not the same in all of them."""
+    configs = [run.config.model_dump(mode="json", exclude={"name", "output"}) for run in runs]
+    keys = sorted({key for other in configs[1:] for key in differing(configs[0], other)})
+    return [(key, tuple(_at(config, key) for config in configs)) for key in keys]
+
+
+def _at(config: Mapping[str, Any], key: str) -> str:
+    value: Any = config
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return visible("-" if value is None else yaml.safe_dump(value, default_flow_style=True).removesuffix("...\n"), 200)
+
+
+# ---- groups ----------------------------------------------------------------------------------------------------------
+
+
+def _browse(runs: Sequence[RunData]) -> tuple[list[GroupList], dict[str, GroupView]]:
+    """The lists of all runs, and the groups that the page shows in full, by "RUN/GROUP"; hacks and fallbacks are
+    listed whole, of the others each run's first ones."""
+    entries: dict[str, list[Entry]] = {}
+    views: dict[str, GroupView] = {}
+    size = 0
+    for run in runs:
+        lists = group_lists(run.groups)
+        for one in lists:
+            whole = one.title in ("Hacks", "Fallbacks")
+            chosen = one.entries if whole else one.entries[:SHOWN_OF_A_RUN]
+            for entry in chosen:
+                record = {**entry.record, "run": run.name, "key": f"{run.name}/{entry.record['group_id']}"}
+                entries.setdefault(one.title, []).append(Entry(record=record, said=entry.said))
+        cut = [GroupList(title=one.title, entries=one.entries[:SHOWN_OF_A_RUN]) for one in lists]
+        for record in to_show(cut):
+            if size > MAX_PAGE_CHARS:
+                break
+            stored, note = None, ""
+            try:
+                stored = read_archived(run.folder / ARCHIVE, record)
+            except StorageError as e:
+                note = visible(str(e))
+            view = group_view(record, stored, anchor=f"g{len(views)}", note=note)
+            size += page_size(view)
+            views[f"{run.name}/{record['group_id']}"] = view
+    order = ("Best", "Worst", "Contested", "Hacks", "Fallbacks")
+    return [GroupList(title=t, entries=tuple(entries[t])) for t in order if t in entries], views
+
+
+def _some(series: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+    return {name: points for name, points in series.items() if points}
