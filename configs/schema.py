@@ -76,7 +76,12 @@ def _against_config_folder(value: str, info: ValidationInfo) -> str:
         raise ValueError(f"is not a usable path ({error}); give a folder that exists") from None
 
 
+def _place_of_tasks(value: str, info: ValidationInfo) -> str:
+    return value if value.startswith("hf://") else _against_config_folder(value, info)
+
+
 InputFolder = Annotated[NonEmpty, AfterValidator(_against_config_folder)]
+TaskPlace = Annotated[NonEmpty, AfterValidator(_place_of_tasks)]
 ModelFolder = InputFolder
 
 MAX_NAME = 239
@@ -306,11 +311,12 @@ class SandboxResources(Section):
 class ListedSource(SourceBase):
     """What every source over a list of tasks has (kind: code): each once an epoch, in an order of each epoch's own."""
 
-    path: InputFolder
-    """Where the tasks are (relative: against the folder of the configuration file)."""
+    path: TaskPlace
+    """Where the tasks are (relative: against the folder of the configuration file); of swebench and mimo also a data
+    set of the Hugging Face Hub, hf://OWNER/NAME:SPLIT."""
     heldout_share: Annotated[Float, Field(ge=0.0, lt=1.0)] = 0.0
     """Share of the tasks that are held out, chosen by a hash of their ids alone; a task's own word goes first."""
-    heldout_path: InputFolder | None = None
+    heldout_path: TaskPlace | None = None
     """Held-out tasks of their own, in the same format; null: heldout_share of those in path."""
     test_timeout_s: PositiveFloat = 900.0
     """Time limit of the tests of a task that names none."""

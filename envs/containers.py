@@ -49,7 +49,7 @@ class DockerProvider(ServiceProvider):
         try:
             async with asyncio.timeout(limit_s):
                 await self._sweep()
-                await self.pull(order.image)
+                await self.fetch(order.image)
                 try:
                     await self._run(name, order, token)
                     return await self._reach(name, order, token)
@@ -59,8 +59,8 @@ class DockerProvider(ServiceProvider):
         except TimeoutError:
             raise BusyError(f"no container of {order.image} was up within start_timeout_s = {limit_s:g} s") from None
 
-    async def pull(self, image: str) -> None:
-        """Have the image on this host. Raises ImageError, BusyError, SandboxError."""
+    async def fetch(self, image: str) -> None:
+        """See `ServiceProvider.fetch`: on this host."""
         async with self._pulling[image]:  # one pull for all that wait for it
             if image in self._pulled:
                 return

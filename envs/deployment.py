@@ -134,10 +134,24 @@ class ServiceProvider:
         """One try, which leaves nothing behind if it fails. Raises SandboxError, BusyError, ImageError."""
         raise NotImplementedError
 
+    async def fetch(self, image: str) -> None:
+        """One try to have an image where sandboxes of it will start. Raises ImageError, BusyError, SandboxError."""
+        raise SandboxError(
+            f"sandboxes of type {self._default.type} have no place to pull {image} to; the service keeps it from the "
+            "first start on"
+        )
+
     async def start(self, task: Task | None = None) -> GuardedSandbox:
         """See `SandboxProvider.start`."""
-        order = order_of(self._default, task)
-        tries = AsyncRetrying(
+        sandbox: GuardedSandbox = await self._tries()(self.launch, order_of(self._default, task))
+        return sandbox
+
+    async def pull(self, image: str) -> None:
+        """Have an image where sandboxes of it will start, before they do. Raises SandboxError, ImageError."""
+        await self._tries()(self.fetch, image)
+
+    def _tries(self) -> AsyncRetrying:
+        return AsyncRetrying(
             retry=retry_if_exception_type(BusyError),
             stop=stop_after_attempt(self._start_retries + 1),
             wait=wait_random_exponential(multiplier=FIRST_WAIT_S, max=LAST_WAIT_S),
@@ -146,8 +160,6 @@ class ServiceProvider:
             ),
             reraise=True,
         )
-        sandbox: GuardedSandbox = await tries(self.launch, order)
-        return sandbox
 
     async def close(self) -> None:
         """See `SandboxProvider.close`: nothing is kept."""

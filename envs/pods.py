@@ -19,7 +19,6 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-import aiohttp
 from pydantic import BaseModel
 from swerex.runtime.abstract import AbstractRuntime, IsAliveResponse
 from swerex.runtime.remote import RemoteRuntime
@@ -32,11 +31,11 @@ from envs.deployment import (
     Order,
     ServiceProvider,
     is_leftover,
-    needs_package,
     refused,
     server_command,
     worker_name,
 )
+from envs.kube_api import CALL_S, Api
 from envs.rex import HttpRuntime, answering, quiet_logger
 from infra.errors import BusyError, ImageError, SandboxError
 
@@ -45,7 +44,9 @@ SANDBOX, RUN, SESSION = "gagar.dev/sandbox", "gagar.dev/run", "gagar.dev/session
 """Labels. A session is one start of a run's driver."""
 WORKER, TASK = "gagar.dev/worker", "gagar.dev/task"
 """Annotations."""
-CALL_S = 60.0
+PULL = "gagar.dev/pull"
+"""Label of pods that have nothing but their images pulled."""
+PAUSE = "registry.k8s.io/pause:3.10"
 FIRST_LOOK_S, LAST_LOOK_S = 0.2, 3.0
 _HOPELESS = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError", "CrashLoopBackOff")
 _PULLING = ("ErrImagePull", "ImagePullBackOff", "ErrImageNeverPull", "InvalidImageName")
@@ -81,6 +82,29 @@ class KubernetesProvider(ServiceProvider):
             await self._delete(name)
 
         return GuardedSandbox(runtime, name=f"pod {name}", release=release)
+
+    async def fetch(self, image: str) -> None:
+        """See `ServiceProvider.fetch`: a daemon set for as long as it takes, on every node that sandboxes may run on."""
+        name, space = f"gagar-pull-{secrets.token_hex(8)}", self._config.namespace
+        sets = f"/apis/apps/v1/namespaces/{space}/daemonsets"
+        order = Order(image=image, cpus=None, memory_mib=None, disk_mib=None, label="")
+        deadline, wait_s = time.monotonic() + self._config.start_timeout_s, FIRST_LOOK_S
+        await self._api.call("POST", sets, body=puller(self._config, image, name))
+        try:
+            while True:
+                status = (await self._api.call("GET", f"{sets}/{name}")).get("status", {})
+                wanted, ready = status.get("desiredNumberScheduled", 0), status.get("numberReady", 0)
+                if 0 < wanted <= ready:
+                    return
+                found = await self._api.call("GET", self._pods, query={"labelSelector": f"{PULL}={name}"})
+                for item in found.get("items", ()):
+                    await self._refuse_hopeless(item["metadata"]["name"], item.get("status", {}), order)
+                if time.monotonic() > deadline:
+                    raise BusyError(f"{image} is on {ready} of {wanted} nodes after start_timeout_s")
+                await asyncio.sleep(wait_s)
+                wait_s = min(1.5 * wait_s, LAST_LOOK_S)
+        finally:
+            await asyncio.shield(self._api.call("DELETE", f"{sets}/{name}", missing_ok=True))
 
     async def close(self) -> None:
         """See `SandboxProvider.close`."""
@@ -122,6 +146,12 @@ class KubernetesProvider(ServiceProvider):
         Raises ImageError, SandboxError where it never will.
         """
         status = (await self._api.call("GET", f"{self._pods}/{name}")).get("status", {})
+        await self._refuse_hopeless(name, status, order)
+        address = status.get("podIP")
+        return str(address) if status.get("phase") == "Running" and address else None
+
+    async def _refuse_hopeless(self, name: str, status: Mapping[str, Any], order: Order) -> None:
+        """Raises ImageError, SandboxError for a pod of this status that will never run."""
         containers = [*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())]
         for container in containers:
             state = container.get("state", {})
@@ -137,8 +167,6 @@ class KubernetesProvider(ServiceProvider):
         if status.get("phase") in ("Failed", "Succeeded"):
             reason = status.get("reason") or "it ended"
             raise refused(KIND, order.image, f"pod {name}: {reason}: {status.get('message', '')}")
-        address = status.get("podIP")
-        return str(address) if status.get("phase") == "Running" and address else None
 
     async def _last_words(self, name: str, container: Mapping[str, Any], ended: Mapping[str, Any]) -> str:
         query = {"container": str(container.get("name", "sandbox")), "tailLines": "20"}
@@ -209,101 +237,6 @@ class ProxiedRuntime(RemoteRuntime):
         return output_class(**json.loads(text))
 
 
-class Api:
-    """The few calls of a Kubernetes API server that are needed, with what kubeconfig or service account say."""
-
-    def __init__(self, config: KubernetesSandbox) -> None:
-        self._config = config
-        self._client: Any = None
-        self._opening = asyncio.Lock()
-
-    async def call(
-        self,
-        method: str,
-        path: str,
-        *,
-        body: Any = None,
-        query: Mapping[str, str] | None = None,
-        missing_ok: bool = False,
-    ) -> dict[str, Any]:
-        """The object that answers. Raises SandboxError, and BusyError where another try may do."""
-        text = await self.text(method, path, body=body, query=query, missing_ok=missing_ok)
-        try:
-            answer = json.loads(text or "{}")
-        except ValueError:
-            raise SandboxError(f"Kubernetes answered {method} {path} with no JSON: {text[:200]!r}") from None
-        return answer if isinstance(answer, dict) else {}
-
-    async def text(
-        self,
-        method: str,
-        path: str,
-        *,
-        body: Any = None,
-        query: Mapping[str, str] | None = None,
-        headers: Mapping[str, str] | None = None,
-        missing_ok: bool = False,
-        timeout_s: float | None = CALL_S,
-    ) -> str:
-        """As `call`, but any answer; no limit on how long it takes where `timeout_s` is None."""
-        client = await self._open()
-        try:
-            response = await client.call_api(
-                path,
-                method,
-                body=body,
-                query_params=list((query or {}).items()),
-                header_params={"Accept": "application/json, */*", **(headers or {})},
-                auth_settings=["BearerToken"],
-                _preload_content=False,
-                _request_timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=30),
-            )
-            async with response:
-                text = str(await response.text(errors="backslashreplace"))
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise BusyError(f"Kubernetes did not answer {method} {path}: {type(error).__name__}: {error}") from error
-        if response.status < 300 or (response.status == 404 and missing_ok):
-            return text
-        raise _problem(response.status, f"{method} {path}", text)
-
-    async def close(self) -> None:
-        """Close the connections."""
-        if self._client is not None:
-            await self._client.close()
-            self._client = None
-
-    async def _open(self) -> Any:
-        async with self._opening:
-            if self._client is None:
-                self._client = await self._connect()
-            return self._client
-
-    async def _connect(self) -> Any:
-        try:
-            from kubernetes_asyncio.client import ApiClient, Configuration
-            from kubernetes_asyncio.config import ConfigException, load_incluster_config, load_kube_config
-        except ImportError as error:
-            raise needs_package(KIND, error) from error
-        settings = Configuration()
-        file = os.environ.get("KUBECONFIG") or os.path.expanduser("~/.kube/config")
-        try:
-            if self._config.context is not None or "KUBECONFIG" in os.environ or os.path.exists(file):
-                await load_kube_config(
-                    config_file=file,
-                    context=self._config.context,
-                    client_configuration=settings,
-                    persist_config=False,
-                )
-            else:
-                load_incluster_config(client_configuration=settings)
-        except (ConfigException, OSError, ValueError) as error:
-            raise SandboxError(
-                f"no way to a Kubernetes cluster ({error}); set KUBECONFIG, or run workers in pods that have a service "
-                "account"
-            ) from error
-        return ApiClient(settings)
-
-
 def pod(config: KubernetesSandbox, order: Order, name: str, token: str) -> dict[str, Any]:
     """The pod of one sandbox."""
     amounts = {
@@ -345,10 +278,7 @@ def pod(config: KubernetesSandbox, order: Order, name: str, token: str) -> dict[
         sandbox["volumeMounts"] = [{"name": "server", "mountPath": SERVER, "readOnly": True}]
     if config.runtime_class is not None:
         spec["runtimeClassName"] = config.runtime_class
-    if config.pull_secret is not None:
-        spec["imagePullSecrets"] = [{"name": config.pull_secret}]
-    if config.node_selector:
-        spec["nodeSelector"] = dict(config.node_selector)
+    _place(config, spec)
     metadata: dict[str, Any] = {
         "name": name,
         "namespace": config.namespace,
@@ -358,6 +288,41 @@ def pod(config: KubernetesSandbox, order: Order, name: str, token: str) -> dict[
     if owner := _owner(config.namespace):
         metadata["ownerReferences"] = [owner]
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
+
+
+def puller(config: KubernetesSandbox, image: str, name: str) -> dict[str, Any]:
+    """The daemon set that has an image, and that of the server, on every node."""
+    amounts = {"cpu": "10m", "memory": "32Mi"}
+    common = {
+        "resources": {"requests": amounts, "limits": amounts},
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+    }
+    images = [image] if config.server_image is None else [image, config.server_image]
+    spec: dict[str, Any] = {
+        "automountServiceAccountToken": False,
+        "terminationGracePeriodSeconds": 0,
+        "initContainers": [
+            {"name": f"image-{number}", "image": each, "command": ["/bin/sh", "-c", "exit 0"], **common}
+            for number, each in enumerate(images)
+        ],
+        "containers": [{"name": "pause", "image": PAUSE, **common}],
+    }
+    _place(config, spec)
+    labels = {"app.kubernetes.io/managed-by": "gagar", PULL: name}
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "DaemonSet",
+        "metadata": {"name": name, "namespace": config.namespace, "labels": labels},
+        "spec": {"selector": {"matchLabels": {PULL: name}}, "template": {"metadata": {"labels": labels}, "spec": spec}},
+    }
+
+
+def _place(config: KubernetesSandbox, spec: dict[str, Any]) -> None:
+    """Where pods run, and with which key to a registry."""
+    if config.pull_secret is not None:
+        spec["imagePullSecrets"] = [{"name": config.pull_secret}]
+    if config.node_selector:
+        spec["nodeSelector"] = dict(config.node_selector)
 
 
 def pod_labels(config: KubernetesSandbox) -> dict[str, str]:
@@ -399,15 +364,3 @@ def _waiting_for(found: Mapping[str, Any]) -> str:
     states = [container.get("state", {}).get("waiting", {}) for container in status.get("containerStatuses", ())]
     words = [f"{state.get('reason')}: {state.get('message', '')}" for state in states if state]
     return "; ".join(words) or f"its phase is {status.get('phase', 'unknown')}"
-
-
-def _problem(status: int, what: str, text: str) -> SandboxError:
-    try:
-        message = str(json.loads(text).get("message") or text)
-    except (ValueError, AttributeError):
-        message = text
-    said = f"Kubernetes answered {what} with {status}: {message[:500]}"
-    if status in (408, 409, 429) or status >= 500 or "exceeded quota" in message:
-        return BusyError(said)
-    remedy = "; give the worker's account the role of docs/security.md" if status in (401, 403) else ""
-    return SandboxError(said + remedy)

@@ -1,4 +1,4 @@
-"""The commands about tasks: `gagar tasks check` and `gagar tasks validate`. `register` adds them to the application."""
+"""The commands about tasks: `gagar tasks check`, `validate` and `pull`. `register` adds them to the application."""
 
 from __future__ import annotations
 
@@ -98,6 +98,50 @@ def validate(
     bad = [outcome for outcome in outcomes if outcome.judgement not in validation.GOOD]
     if bad:
         raise GagarError(f"{len(bad)} of {len(outcomes)} tasks are not fit to train on; mend them, or take them out")
+
+
+@tasks_app.command(epilog="Example: gagar tasks pull configs/cluster.yaml --limit 50")
+def pull(
+    target: Annotated[Path, typer.Argument(metavar="CONFIG", help="Configuration (.yaml) with sources of tasks.")],
+    at_once: Annotated[int, typer.Option("--slots", min=1, help="Images at once.")] = 2,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the images of the first so many tasks.")] = None,
+) -> None:
+    """Pull the tasks' images: to this host (docker, podman), or to all nodes that sandboxes may run on (kubernetes)."""
+    listings, sandbox = _listings(target, None, None, None)
+    tasks = [record.task for listing in listings for record in listing.usable(listing.path)[:limit]]
+    images = dict.fromkeys(task.image.name for task in tasks if task.image is not None)
+    if not images:
+        raise ConfigError(f"{target}: none of its tasks names an image, so there is nothing to pull")
+    failed = asyncio.run(_pull(list(images), sandbox, at_once))
+    if failed:
+        raise GagarError(f"{failed} of {len(images)} images could not be pulled")
+
+
+async def _pull(images: Sequence[str], sandbox: SandboxConfig, at_once: int) -> int:
+    """How many could not be had."""
+    from envs.deployment import ServiceProvider
+    from envs.sandbox import make_provider
+    from infra.errors import SandboxError
+
+    provider = make_provider(sandbox.model_copy(update={"warm": 0}) if hasattr(sandbox, "warm") else sandbox)
+    if not isinstance(provider, ServiceProvider):
+        raise ConfigError(f"rollout.sandbox.type={sandbox.type}: has no images; choose docker or kubernetes")
+    slots = asyncio.Semaphore(at_once)
+
+    async def one(image: str) -> bool:
+        async with slots:
+            try:
+                await provider.pull(image)
+            except SandboxError as error:
+                typer.echo(f"{image}: {error}")
+                return False
+        typer.echo(f"{image}: there")
+        return True
+
+    try:
+        return sum(not done for done in await asyncio.gather(*map(one, images)))
+    finally:
+        await provider.close()
 
 
 async def _validate(

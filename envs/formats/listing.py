@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import assert_never
 
@@ -9,6 +10,7 @@ from configs.errors import ConfigError
 from configs.schema import FolderSource, HarborSource, MimoSource, SwebenchSource
 from envs.formats.folder import is_task_folder, read_folders
 from envs.formats.harbor import is_harbor, read_harbor
+from envs.formats.hub import is_hub
 from envs.formats.mimo import read_mimo
 from envs.formats.records import Broken, Listing
 from envs.formats.rows import read_rows
@@ -26,29 +28,38 @@ FORMATS: dict[str, type[ListedConfig]] = {
 
 
 def read_listing(config: ListedConfig, path: str | None = None) -> Listing:
-    """Every record, right or wrong.
+    """Every record, right or wrong, with what the source gives its sandboxes.
 
     Args:
         path: another place than the configuration's.
 
     Raises ConfigError if it cannot be read at all.
     """
-    place = Path(path or config.path)
-    rows = isinstance(config, SwebenchSource | MimoSource)
-    if not (place.is_file() if rows else place.is_dir()):
-        what = "file of JSON lines or parquet" if rows else "folder of tasks"
-        raise ConfigError(f"{place}: no such {what}; tasks of type {config.type} are read from one")
+    listing = _read(config, path or config.path)
+    needs = Needs(**config.resources.model_dump())
+    records = [replace(record, task=replace(record.task, needs=needs)) for record in listing.records]
+    return replace(listing, records=records)
+
+
+def _read(config: ListedConfig, where: str) -> Listing:
+    if isinstance(config, SwebenchSource | MimoSource):
+        rows = where if is_hub(where) else Path(where)
+        if isinstance(rows, Path) and not rows.is_file():
+            raise _nothing(config, where, "file of JSON lines or parquet")
+        return read_swebench(rows, config) if isinstance(config, SwebenchSource) else read_mimo(rows, config)
+    if is_hub(where) or not Path(where).is_dir():
+        raise _nothing(config, where, "folder of tasks")
     match config:
-        case SwebenchSource():
-            return read_swebench(place, config)
-        case MimoSource():
-            return read_mimo(place, config)
         case HarborSource():
-            return read_harbor(place, config)
+            return read_harbor(Path(where), config)
         case FolderSource():
-            return read_folders(place, config)
+            return read_folders(Path(where), config)
         case _:
             assert_never(config)
+
+
+def _nothing(config: ListedConfig, where: str, what: str) -> ConfigError:
+    return ConfigError(f"{where}: no such {what}; tasks of type {config.type} are read from one")
 
 
 def make_listed(name: str, config: ListedConfig) -> ListedTasks:
@@ -71,7 +82,6 @@ def make_listed(name: str, config: ListedConfig) -> ListedTasks:
         train.usable(f"sources.{name}.path"),
         None if heldout is None else heldout.usable(f"sources.{name}.heldout_path"),
         config.heldout_share,
-        Needs(**config.resources.model_dump()),
     )
 
 

@@ -13,7 +13,7 @@ from envs.formats.rows import find_repository, list_rows
 from envs.task import Image, RepositoryTests
 
 
-def read_mimo(file: Path, config: MimoSource) -> Listing:
+def read_mimo(file: Path | str, config: MimoSource) -> Listing:
     """The tasks of a file. Raises ConfigError if it cannot be read."""
     return list_rows(file, lambda row, place: _record(row, place, config), "instance_id")
 

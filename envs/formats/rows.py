@@ -8,17 +8,21 @@ from pathlib import Path
 from typing import Any
 
 from configs.errors import ConfigError
+from envs.formats.hub import read_hub
 from envs.formats.records import Broken, Finding, Listing, Record, shown
 from envs.tree import RepoTree
 
 _TAR_ENDINGS = (".tar", ".tar.gz", ".tgz")
 
 
-def read_rows(file: Path) -> Iterator[tuple[int, Mapping[str, Any] | Broken]]:
-    """Line (or row) number, counted from 1, and the row, or what is wrong with it.
+def read_rows(file: Path | str) -> Iterator[tuple[int, Mapping[str, Any] | Broken]]:
+    """Line (or row) number, counted from 1, and the row, or what is wrong with it; text is a data set of the Hub.
 
     Raises ConfigError for a file that cannot be read at all.
     """
+    if isinstance(file, str):
+        yield from enumerate(read_hub(file), 1)
+        return
     if file.suffix == ".parquet":
         yield from enumerate(_read_parquet(file), 1)
         return
@@ -44,7 +48,8 @@ def _read_parquet(file: Path) -> Iterator[Mapping[str, Any]]:
         from pyarrow import parquet
     except ImportError:
         raise ConfigError(
-            f"{file}: parquet needs pyarrow, which is not installed; pip install pyarrow, or give JSON lines"
+            f"{file}: parquet needs pyarrow, which is not installed; pip install --no-deps -r "
+            "requirements/tasks.txt, or give JSON lines"
         ) from None
     try:
         with parquet.ParquetFile(file) as table:
@@ -54,7 +59,7 @@ def _read_parquet(file: Path) -> Iterator[Mapping[str, Any]]:
         raise ConfigError(f"{file}: cannot be read as parquet ({error})") from None
 
 
-def list_rows(file: Path, make: Callable[[Mapping[str, Any], str], Record], id_field: str) -> Listing:
+def list_rows(file: Path | str, make: Callable[[Mapping[str, Any], str], Record], id_field: str) -> Listing:
     """Every row as a record.
 
     Args:

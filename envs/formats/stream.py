@@ -10,7 +10,7 @@ from hashlib import blake2b
 
 from configs.errors import ConfigError
 from envs.formats.records import Record
-from envs.task import ExpertTrace, Needs, Split, Task, TaskKind
+from envs.task import ExpertTrace, Split, Task, TaskKind
 
 
 class ListedTasks:
@@ -19,23 +19,15 @@ class ListedTasks:
     kind = TaskKind.CODE
 
     def __init__(
-        self,
-        name: str,
-        seed: int,
-        train: Sequence[Record],
-        heldout: Sequence[Record] | None,
-        heldout_share: float,
-        needs: Needs = Needs(),  # noqa: B008  # frozen
+        self, name: str, seed: int, train: Sequence[Record], heldout: Sequence[Record] | None, heldout_share: float
     ) -> None:
         """Args:
         heldout: records of a file of their own; None to take them out of `train` (see `split_of`).
-        needs: of each task's sandboxes.
 
         Raises ConfigError if no record is left to train on.
         """
         self.name = name
         self._seed = seed
-        self._needs = needs
         if heldout is None:
             splits = {record.record_id: split_of(record, heldout_share) for record in train}
             heldout = [record for record in train if splits[record.record_id] is Split.HELDOUT]
@@ -61,7 +53,6 @@ class ListedTasks:
             task_id=f"{self.name}/{split}/{self._seed}/{index}",
             source=self.name,
             split=split,
-            needs=self._needs,
             meta={**record.task.meta, "record": record.record_id, "epoch": str(epoch)},
         )
 

@@ -28,7 +28,7 @@ _HEREDOC = re.compile(r"^git apply\b.*<<\s*'?\"?(\w+)\"?'?[^\n]*\n.*?^\1\s*$\n?"
 _ABOUT_GIT = re.compile(r"^git (?:checkout|apply|status|show|diff|reset|config)\b.*\n?", re.MULTILINE)
 
 
-def read_swebench(file: Path, config: SwebenchSource) -> Listing:
+def read_swebench(file: Path | str, config: SwebenchSource) -> Listing:
     """The tasks of a file. Raises ConfigError if it cannot be read."""
     return list_rows(file, lambda row, place: _record(row, place, config), "instance_id")
 
