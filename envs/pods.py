@@ -84,7 +84,7 @@ class KubernetesProvider(ServiceProvider):
         return GuardedSandbox(runtime, name=f"pod {name}", release=release)
 
     async def fetch(self, image: str) -> None:
-        """See `ServiceProvider.fetch`: a daemon set for as long as it takes, on every node that sandboxes may run on."""
+        """See `ServiceProvider.fetch`: a daemon set for as long as it takes, on every node for sandboxes."""
         name, space = f"gagar-pull-{secrets.token_hex(8)}", self._config.namespace
         sets = f"/apis/apps/v1/namespaces/{space}/daemonsets"
         order = Order(image=image, cpus=None, memory_mib=None, disk_mib=None, label="")

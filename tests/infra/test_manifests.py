@@ -425,7 +425,7 @@ def test_ray_takes_its_cluster_file() -> None:
         files(cluster(), Target.RAY, hosts={**hosts, "x": ("a",)})
 
 
-@pytest.mark.parametrize("name", ["Dockerfile.cpu", "Dockerfile.cuda"])
+@pytest.mark.parametrize("name", ["Dockerfile.cpu", "Dockerfile.cuda", "Dockerfile.server"])
 def test_the_dockerfiles_keep_the_rules(name: str) -> None:
     checked("hadolint", str(ROOT / "infra" / "docker" / name))
 
