@@ -81,7 +81,7 @@ def provider(duration_s: float = 0.1) -> ScriptedProvider:
             raise SandboxError("gone")
         if "base64 -w0" in command:  # the verifier reads b
             return CommandResult(output="=MQo=", exit_code=0, timed_out=False, duration_s=0.0)
-        if "echo COMPLETE_TASK" in command:
+        if command.rstrip("'").endswith(f"echo {SUBMITTED}"):  # the environment before it may say so too
             return CommandResult(output=f"{SUBMITTED}\n", exit_code=0, timed_out=False, duration_s=0.0)
         exit_code = 3 if command in ("ls", "cat a") else 0
         return CommandResult(output=f"did {command}", exit_code=exit_code, timed_out=False, duration_s=duration_s)
