@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -76,6 +78,11 @@ class Actors(Protocol):
         """Ends the actor at once."""
         ...
 
+    async def leaving(self, handles: Sequence[Any]) -> list[float | None]:
+        """Of each actor: seconds until its node leaves, as the cluster was told (`inf` without a deadline); None where
+        it stays or nobody knows."""
+        ...
+
     def identity(self, handle: Any) -> str:
         """The name under which its process registered for stacks (infra/stacks.py); "" where there is none."""
         ...
@@ -135,6 +142,10 @@ class RayActors:
 
         ray.kill(handle)
 
+    async def leaving(self, handles: Sequence[Any]) -> list[float | None]:
+        """See `Actors.leaving`. Asks Ray's control store, in a thread."""
+        return await asyncio.to_thread(_leaving, [self.identity(handle) for handle in handles])
+
     def identity(self, handle: Any) -> str:
         """See `Actors.identity`."""
         return str(handle._actor_id.hex())
@@ -159,6 +170,8 @@ class ScriptedActor:
         self.killed = False
         self.hangs = False
         """Does not answer `ready` any more."""
+        self.leaves_s: float | None = None
+        """Seconds until its node leaves."""
         self.running: set[asyncio.Future[Any]] = set()
 
     def kill(self) -> None:
@@ -219,6 +232,10 @@ class ScriptedActors:
         """See `Actors.kill`."""
         handle.kill()
 
+    async def leaving(self, handles: Sequence[ScriptedActor]) -> list[float | None]:
+        """See `Actors.leaving`."""
+        return [handle.leaves_s for handle in handles]
+
     def identity(self, handle: ScriptedActor) -> str:
         """Scripted actors share this process."""
         return ""
@@ -235,6 +252,23 @@ def _passes_on(future: asyncio.Future[Any]) -> Callable[[asyncio.Task[Any]], Non
             future.set_exception(error)
 
     return done
+
+
+def _leaving(actor_ids: Sequence[str]) -> list[float | None]:
+    """See `Actors.leaving`. Ray Train asks the same way; there is no public one."""
+    from ray._private.state import state
+    from ray.exceptions import RayError
+
+    try:
+        deadlines = state.get_draining_nodes()  # node -> ms, 0 where there is none
+        if not deadlines:
+            return [None] * len(actor_ids)
+        nodes = [state.actor_table(actor_id).get("Address", {}).get("NodeID", "") for actor_id in actor_ids]
+    except RayError:  # what is lost with the control store is noticed elsewhere
+        return [None] * len(actor_ids)
+    now_s = time.time()
+    left_s = {node: ms / 1e3 - now_s if ms else math.inf for node, ms in deadlines.items()}
+    return [left_s.get(node) for node in nodes]
 
 
 def reason_of(error: BaseException) -> str:

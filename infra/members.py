@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -91,6 +91,27 @@ class Member:
         self.since_s = time.monotonic()
         if state is not ActorState.STARTING:
             self.started.set()
+
+
+def pool_state(
+    members: Collection[Member], draining: Collection[Member], *, target: int, pending: int, slots: int
+) -> PoolState:
+    """See `ActorPool.state`. `pending`: replacements that are about to start; `slots`: of one actor."""
+    live = [m for m in members if m.state is ActorState.LIVE]
+    return PoolState(
+        target=target,
+        live=len(live),
+        starting=min(target, len(members) + pending) - len(live),
+        draining=len(draining),
+        busy=sum(m.busy for m in live),
+        slots=len(live) * slots,
+    )
+
+
+def actor_loads(members: Sequence[Member]) -> list[ActorLoad]:
+    """See `ActorPool.loads`."""
+    now_s = time.monotonic()
+    return [ActorLoad(name=m.name, state=m.state, busy=m.busy, state_s=now_s - m.since_s) for m in members]
 
 
 def oldest_call(members: Sequence[Member], identity: Callable[[Any], str]) -> OldestCall | None:

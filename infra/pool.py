@@ -6,19 +6,31 @@ replaced. All methods belong to one event loop; nothing here is thread-safe.
 
     starting --constructor has run--> live --resize--> draining --its calls are done, or handed back--> dead
         \\-- cannot start, or its node left: dead, and another one starts in its place --/
+
+An actor whose node will leave, as the cluster was told, drains too, while another one starts in its place.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 from infra.actors import ActorDrained, ActorLost, Actors, ActorTimeout, RayActors, reason_of
-from infra.members import ActorLoad, ActorState, Member, OldestCall, PoolState, oldest_call
+from infra.members import (
+    ActorLoad,
+    ActorState,
+    Member,
+    OldestCall,
+    PoolState,
+    actor_loads,
+    oldest_call,
+    pool_state,
+)
 
 __all__ = ["ActorDrained", "ActorLoad", "ActorLost", "ActorPool", "ActorState", "ActorTimeout", "PoolState"]
 
@@ -26,6 +38,7 @@ _FIRST_BACKOFF_S = 0.5
 _LAST_BACKOFF_S = 30.0
 _GRACE_S = 5.0
 """What cancelled calls of a drained actor get to leave engines and sandboxes tidy, before the actor is ended."""
+_DRAIN_S = 120.0
 
 
 class ActorPool:
@@ -82,6 +95,8 @@ class ActorPool:
 
     def start(self) -> None:
         """Creates the actors; does not wait for their constructors."""
+        if self._made == 0:
+            self._spawn(self._mind_nodes())
         while len(self._members) < self._size:
             self._add(failures=0)
 
@@ -102,7 +117,7 @@ class ActorPool:
             if member.state is ActorState.DEAD:
                 raise ActorLost(member.name, "its start", member.reason)
 
-    def resize(self, size: int, *, drain_s: float = 120.0) -> None:
+    def resize(self, size: int, *, drain_s: float = _DRAIN_S) -> None:
         """Makes the pool `size` actors large, in the background; returns at once.
 
         New actors take calls once they are ready. Surplus ones, those with the fewest calls, get no new calls; what
@@ -159,23 +174,11 @@ class ActorPool:
 
     def state(self) -> PoolState:
         """Sizes now."""
-        live = [m for m in self._members if m.state is ActorState.LIVE]
-        return PoolState(
-            target=self._size,
-            live=len(live),
-            starting=min(self._size, len(self._members) + self._pending) - len(live),
-            draining=len(self._draining),
-            busy=sum(m.busy for m in live),
-            slots=len(live) * self.slots,
-        )
+        return pool_state(self._members, self._draining, target=self._size, pending=self._pending, slots=self.slots)
 
     def loads(self) -> list[ActorLoad]:
         """Every actor, those that drain last."""
-        now_s = time.monotonic()
-        return [
-            ActorLoad(name=m.name, state=m.state, busy=m.busy, state_s=now_s - m.since_s)
-            for m in [*self._members, *self._draining]
-        ]
+        return actor_loads([*self._members, *self._draining])
 
     def oldest_call(self) -> OldestCall | None:
         """The call that has run longest, whichever actor has it; None where none runs."""
@@ -326,6 +329,21 @@ class ActorPool:
                 self._notify()
                 self._hand_out()
             await asyncio.sleep(self._ping_s)
+
+    async def _mind_nodes(self) -> None:
+        """Takes actors off nodes that will leave: calls end there or are handed back in time, new ones go elsewhere."""
+        while True:
+            await asyncio.sleep(self._ping_s)
+            members = list(self._members)
+            for member, left_s in zip(members, await self._actors.leaving([m.handle for m in members]), strict=True):
+                if left_s is None or member not in self._members:
+                    continue
+                what = f"its node leaves in {left_s:.0f} s" if math.isfinite(left_s) else "its node leaves"
+                self.say(f"{member.name} drains: {what}; another one starts in its place")
+                # What it hands back takes up to _GRACE_S to end, and the node must still be there then.
+                self._drain(member, min(max(0.0, left_s - 2 * _GRACE_S), _DRAIN_S))
+                self._add(failures=member.failures)
+                self._notify()
 
     def _drain(self, member: Member, drain_s: float) -> None:
         if member.busy == 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -257,3 +258,33 @@ async def test_nothing_is_lost_or_done_twice_while_the_pool_breathes(deaths: boo
     await until(lambda: bench.pool.state().settled)
     assert bench.pool.occupancy()[0] == 0
     await bench.pool.shutdown()
+
+
+async def test_actors_of_a_node_that_will_leave_drain_while_others_start() -> None:
+    bench = Bench(2, slots=1)
+    await bench.pool.ready()
+    short, long = bench.call("short"), bench.call("long")
+    await until(lambda: len(bench.gates) == 2)
+    for actor in bench.actors.values():
+        actor.leaves_s = 10.05  # of which 10 are for what is handed back
+    await until(lambda: bench.pool.state().live == 2 and len(bench.actors) == 4)
+    assert sorted(load.name for load in bench.pool.loads() if load.state is ActorState.LIVE) == [
+        "rollout-2",
+        "rollout-3",
+    ]
+    bench.gates["short"].set()
+    assert await short == "short", "what ends in time has ended"
+    with pytest.raises(ActorDrained):
+        await asyncio.wait_for(long, 5)  # well before the node leaves
+    assert (bench.pool.handed_back, bench.pool.restarts) == (1, 0), "nobody was lost"
+    assert "rollout-0 drains: its node leaves in 10 s; another one starts in its place" in bench.said
+    await until(lambda: bench.actors["rollout-0"].killed and bench.actors["rollout-1"].killed)
+    assert bench.pool.state().settled
+
+
+async def test_a_leaving_node_without_a_deadline_and_an_idle_actor() -> None:
+    bench = Bench(1)
+    await bench.pool.ready()
+    bench.actors["rollout-0"].leaves_s = math.inf
+    await until(lambda: bench.actors["rollout-0"].killed and bench.pool.state().live == 1)
+    assert bench.said == ["rollout-0 drains: its node leaves; another one starts in its place"]
