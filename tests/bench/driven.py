@@ -33,6 +33,9 @@ LINGERS = "ray node agent"
 before that try for a minute to tell the dead GCS."""
 
 ROLES: Sequence[tuple[str, str]] = (
+    (r"^\S*/gcs_server ", "gcs"),
+    (r"^\S*/raylet/raylet ", "raylet"),  # its command line has those of its workers
+    (r"bin/ray start ", "ray node"),
     (r"-m orchestrator\.cli", "driver"),
     (r"^ray::RolloutWorker", "rollout worker"),
     (r"^ray::GraderWorker", "grader worker"),
@@ -41,8 +44,6 @@ ROLES: Sequence[tuple[str, str]] = (
     (r"^ray::(DashboardAgent|RuntimeEnvAgent)", LINGERS),
     (r"^ray::", "ray worker"),
     (r"default_worker\.py|setup_worker\.py", "ray worker"),
-    (r"gcs_server", "gcs"),
-    (r"raylet/raylet", "raylet"),
     (r"ray/_private|ray/dashboard|ray/autoscaler|ray-dashboard", "ray agent"),
     (r"wandb-core|gpu_stats|wandb", "wandb"),
     (r"jail_server|bwrap", "jail server"),

@@ -8,9 +8,12 @@
 
 A cell is one part, fault and phase. It is ok if the part worked again within the limit (what it began after the fault
 has ended), the run then did another step, nothing that hangs is left, and a part that was only slow was not lost. After
-a cell whose run has ended it is resumed for the next. The driver is watched over by supervision.driver_restarts. `node`
-cells are left out unless named: they need a cluster, which is then made on this machine, with the rollouts on a node of
-their own, and another node five seconds after the fault.
+a cell whose run has ended it is resumed for the next. The driver is watched over by supervision.driver_restarts.
+
+`node` and `link` cells are left out unless named: they need a cluster, which is then made on this machine, with the
+rollouts on a node of their own. Of a killed node only the raylet is killed, of a hung or slow one every process is
+stopped. The link of the node is cut for good, cut for 8 s (blip), or slow (256 kbit/s for 20 s). Where the node cannot
+come back, another one joins five seconds after the fault.
 
 At the end the run is stopped with SIGTERM, and its files are held against tests/bench/record.py. Rewards are checked in
 two ways. Weights do not change (a learning rate of 1e-30), and what an engine samples follows from weights, prompt and
@@ -26,6 +29,7 @@ import argparse
 import asyncio
 import json
 import signal
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -36,25 +40,28 @@ from configs.check import load_run
 from configs.schema import RunConfig
 from rollout.spool import rollout_file
 from tests.bench import driven, victims
+from tests.bench.cluster import ROLES, Cluster, Node
 from tests.bench.driven import Driven
 from tests.bench.record import Expected, Promise, look
 from tests.bench.rewards import compared, group_lines, verified_again
-from tests.bench.victims import FAULTS, PARTS, Engines, Tail, Watch
+from tests.bench.victims import FAULTS, LINK_FAULTS, ON_CLUSTER, PARTS, Engines, Tail, Watch, faults_of
 
 NAME = "faults"
 START_S = 900.0
 PHASE_S = 240.0
 SETTLE_S = 5.0
+PASSES = {"slow": victims.SLOW_S + SETTLE_S, "blip": victims.BLIP_S + SETTLE_S}
+"""Faults that pass by themselves -> seconds until they have."""
 NEW_NODE_S = 5.0
 ENDED_S = 30.0
 """What a process that hangs may live on after its place was taken."""
-CLUSTER_ROLES = ("gcs", "raylet", "ray agent", "ray worker", driven.LINGERS)
 WORK = {
     "rollout": "rollout",
     "policy-engine": "rollout",
     "grader": "grade",
     "grader-engine": "grade",
     "node": "rollout",
+    "link": "rollout",
 }
 """Part -> span that only it can end; of all others the next step counts."""
 
@@ -106,7 +113,9 @@ class Session:
         command = driven.train(self.args.config, *self.overrides, *more, resume=resume)
         metrics = self.run_dir / "metrics.jsonl"
         steps = driven.lines(metrics)
-        run = self.run = Driven(command, console=self.out / "console" / f"{self.starts:02d}.txt")
+        environment = self.nodes.cluster.environment if self.nodes else None
+        console = self.out / "console" / f"{self.starts:02d}.txt"
+        run = self.run = Driven(command, console=console, environment=environment)
         self.starts += 1
         self.engines = Engines()
         told = self.engines.learn(self.run_dir, run, START_S)
@@ -126,7 +135,7 @@ class Session:
             run.signal(signal.SIGKILL)
         if number == signal.SIGKILL:  # `run` is only the supervisor, and a driver goes on without it
             driven.end_all(p for p in driven.descendants() if p.role == "driver")
-        gone = run.gone(60.0, keep=CLUSTER_ROLES if self.nodes else ())
+        gone = run.gone(60.0, keep=ROLES if self.nodes else ())
         if gone.left:
             self.faults.append(f"processes are left: {[p.command[:80] for p in gone.left[:5]]}")
         run.clean()
@@ -137,43 +146,43 @@ class Session:
 
     def place(self, part: str) -> None:
         """A run for this part: those of a node need a cluster, all others have a Ray of their own."""
-        if (part == "node") == (self.nodes is not None):
+        if (part in ON_CLUSTER) == (self.nodes is not None):
             return
         if self.run is not None:
             self.stop(signal.SIGTERM)
         if self.nodes is not None:
-            self.nodes.shutdown()
-        self.nodes = Nodes() if part == "node" else None
+            self.nodes.cluster.shutdown()
+        self.nodes = Nodes(self.out) if part in ON_CLUSTER else None
 
 
 class Nodes:
-    """A cluster on this machine: a head for everything else, and one node at a time for the rollouts."""
+    """A head for everything else, and one node at a time for the rollouts."""
 
-    def __init__(self) -> None:
-        from ray.cluster_utils import Cluster
-
-        self._cluster = Cluster(
-            initialize_head=True, head_node_args={"num_cpus": 2, "object_store_memory": 300 * 2**20}
+    def __init__(self, out: Path) -> None:
+        self.cluster = Cluster(out, labels="pool=home")
+        home = ("engine", "grader", "grader.backend.engine", "learner")
+        self.overrides: Sequence[str] = (
+            f"ray.address={self.cluster.address}",
+            "rollout.resources.custom={rollouts: 1}",
+            *(f"{pool}.resources.labels={{pool: home}}" for pool in home),
         )
-        self._node: Any = None
-        self.add()
-
-    @property
-    def overrides(self) -> Sequence[str]:
         """Of the run that joins it."""
-        return (f"ray.address={self._cluster.address}", "rollout.resources.custom={rollouts: 1}")
+        try:
+            self.cluster.nodes[0].ready()
+            self.node = self.add()
+        except BaseException:
+            self.cluster.shutdown()
+            raise
 
-    @property
-    def raylet(self) -> int:
-        """Process of the node on which the rollouts live."""
-        return int(self._node.all_processes["raylet"][0].process.pid)
+    def add(self) -> Node:
+        """One more, which takes the place of the last.
 
-    def add(self) -> None:
-        """One more, which takes the place of the last."""
-        self._node = self._cluster.add_node(num_cpus=2, resources={"rollouts": 1}, object_store_memory=300 * 2**20)
-
-    def shutdown(self) -> None:
-        self._cluster.shutdown()
+        Raises:
+            RuntimeError: it does not start.
+        """
+        self.node = self.cluster.add(labels="pool=away", resources={"rollouts": 1})
+        self.node.ready()
+        return self.node
 
 
 def main() -> None:
@@ -188,7 +197,8 @@ def main() -> None:
     args = parser.parse_args()
     cells = chosen(args.only)
     if not cells:
-        parser.error(f"--only names no cell; parts are {', '.join(PARTS)}, faults {', '.join(FAULTS)}")
+        faults = f"faults {', '.join(FAULTS)}, of a link {', '.join(LINK_FAULTS)}"
+        parser.error(f"--only names no cell; parts are {', '.join(PARTS)}, {faults}")
     out = args.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     driven.adopt_orphans()
@@ -226,12 +236,12 @@ def chosen(only: Sequence[str]) -> list[Cell]:
     cells = [
         Cell(part=part, fault=fault, phase=phase)
         for part, phases in PARTS.items()
-        for fault in FAULTS
+        for fault in faults_of(part)
         for phase in phases
         if any(all(a == b for a, b in zip(w, (part, fault, phase), strict=False)) for w in wanted)
-        or (not wanted and part != "node")
+        or (not wanted and part not in ON_CLUSTER)
     ]
-    return sorted(cells, key=lambda c: (c.part == "driver", c.part == "node"))
+    return sorted(cells, key=lambda c: (c.part == "driver", c.part in ON_CLUSTER))
 
 
 # ---- one cell -------------------------------------------------------------------------------------------------------
@@ -252,23 +262,23 @@ def _one(session: Session, cell: Cell) -> None:
     if not Watch(run_dir).until(cell.phase, run, PHASE_S):
         cell.reason = "the driver ended before the fault" if run.ended else f"the phase did not come in {PHASE_S:g} s"
         return
-    raylet = session.nodes.raylet if session.nodes else None
-    found = victims.victims(cell.part, run, run_dir, session.engines, raylet)
+    node = session.nodes.node if session.nodes else None
+    found = victims.victims(cell.part, run, run_dir, session.engines, node)
     if not found:
         cell.reason = "no such process"
         return
+    if cell.part == "link" and (node is None or node.wire is None):
+        cell.reason = f"no wire to cut: {session.nodes.cluster.no_network if session.nodes else ''}"
+        return
     spans, metrics, groups = (Tail(run_dir / f"{name}.jsonl") for name in ("spans", "metrics", "groups"))
     shown = len(run.text())
-    hit = victims.hit(cell.fault, cell.part, found)
+    hit = victims.hit(cell.fault, cell.part, found, node.wire if node else None)
     work, steps_after = WORK.get(cell.part), 0
-    new_node = cell.part == "node" and cell.fault != "slow"
+    joins = Joins(session) if node and cell.fault not in PASSES else None
     now_s = 0.0
     while now_s < session.args.limit and not run.ended:
         time.sleep(0.02)
         now_s = time.monotonic() - hit.at_s
-        if new_node and now_s > NEW_NODE_S and session.nodes:
-            session.nodes.add()
-            new_node = False
         if cell.noticed_s is None:
             for line in run.text()[shown:].splitlines()[:-1]:
                 if victims.noticed(line):
@@ -285,10 +295,31 @@ def _one(session: Session, cell: Cell) -> None:
             cell.step_s = cell.step_s or round(now_s, 1)
             if work is None and cell.recovered_s is None:
                 cell.recovered_s = round(now_s, 1)
-        if steps_after and (cell.fault != "slow" or now_s > victims.SLOW_S + SETTLE_S):
+        if steps_after and now_s > PASSES.get(cell.fault, 0.0):
             break
     cell.lost += sum(g["fallback_reason"] == "worker_lost" for g in groups.rows())
+    if joins is not None:
+        joins.join()
     _judge(session, cell, hit, steps_after)
+    if joins is not None and node is not None:
+        node.kill()
+
+
+class Joins(threading.Thread):
+    """A node that joins a while after the fault."""
+
+    def __init__(self, session: Session) -> None:
+        super().__init__(daemon=True)
+        self._session = session
+        self.start()
+
+    def run(self) -> None:
+        time.sleep(NEW_NODE_S)
+        assert self._session.nodes is not None
+        try:
+            self._session.nodes.add()
+        except RuntimeError as error:
+            self._session.faults.append(str(error))
 
 
 def _whole(run_dir: Path, span: dict[str, Any]) -> bool:
@@ -302,7 +333,7 @@ def _judge(session: Session, cell: Cell, hit: victims.Hit, steps_after: int) -> 
     """Fill in `ok` and `reason`, and leave the run fit for the next cell."""
     run = session.run
     assert run is not None
-    if cell.part not in ("wandb", "node"):  # Ray takes a while to end a process that does not answer it
+    if cell.part not in ("wandb", *ON_CLUSTER):  # Ray takes a while to end a process that does not answer it
         driven.wait_for(lambda: not victims.still_stopped(hit.pids), ENDED_S, 0.5)
     stopped = victims.still_stopped(hit.pids)
     if run.ended:
@@ -312,15 +343,13 @@ def _judge(session: Session, cell: Cell, hit: victims.Hit, steps_after: int) -> 
         cell.reason = f"did not work again within {session.args.limit:g} s"
     elif not steps_after:
         cell.reason = f"no step within {session.args.limit:g} s"
-    elif stopped and cell.part not in ("wandb", "node"):  # W&B is a view; a frozen machine stays frozen
+    elif stopped and cell.part not in ("wandb", *ON_CLUSTER):  # W&B is a view; a frozen machine stays frozen
         cell.reason = "the run goes on, but the process that hangs is still there"
-    elif cell.fault == "slow" and "lost" in cell.noticed:
-        cell.reason = "it was slow, and was taken for lost"
+    elif cell.fault in PASSES and "lost" in cell.noticed:
+        cell.reason = "it would have come back, and was taken for lost"
     else:
         cell.ok = True
-    if stopped and cell.part == "node":
-        driven.end_all(p for p in driven.descendants() if p.pid in stopped)
-    elif stopped:
+    if stopped and cell.part != "node":  # a frozen node is killed
         victims.release(stopped)
     if not cell.ok and not cell.driver_ended and (cell.recovered_s is None or not steps_after):
         session.stop(signal.SIGKILL)  # else the next cell would meet this one's fault

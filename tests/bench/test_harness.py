@@ -181,11 +181,49 @@ def test_a_process_that_outlives_its_driver_is_found_and_ended(tmp_path: Path, s
     assert leftovers == {"ray_sessions": 0, "ray_bytes": 0, "shm": 0, "gagar-jail": 1}
 
 
+WIRES = """
+import subprocess, sys, time
+from tests.bench.cluster import Network, NetworkMissing
+try:
+    network = Network()
+except NetworkMissing as error:
+    print("none:", error)
+    sys.exit()
+ASK = "import socket; socket.create_connection(('10.213.0.2', 8123), 2)"
+SERVE = "import socket; s = socket.create_server(('10.213.0.2', 8123)); print('up', flush=True)\\nwhile 1: s.accept()"
+here, there = network.wire(), network.wire()
+server = subprocess.Popen([*here.prefix, sys.executable, "-c", SERVE], stdout=subprocess.PIPE, text=True)
+server.stdout.readline()
+def asked(*prefix):
+    done = subprocess.run([*prefix, sys.executable, "-c", ASK], capture_output=True, text=True)
+    return done.returncode == 0
+print(asked(), asked(*there.prefix))
+here.cut()
+print(asked(), asked(*there.prefix))
+here.mend()
+here.slow("1mbit")
+print(asked(), asked(*there.prefix))
+server.kill()
+"""
+
+
+def test_a_node_can_be_cut_off_and_plugged_in_again() -> None:
+    out = subprocess.run(
+        [sys.executable, "-c", WIRES], cwd=driven.ROOT, capture_output=True, text=True, timeout=120, check=True
+    ).stdout
+    if out.startswith("none:"):
+        pytest.skip(out)
+    assert out.split() == ["True", "True", "False", "False", "True", "True"]
+
+
 def test_roles_of_command_lines() -> None:
     assert driven.role("/v/bin/python -m orchestrator.cli train c.yaml telemetry.wandb.mode=offline") == "driver"
     assert driven.role("ray::RolloutWorker.rollout") == "rollout worker"
     assert driven.role("/v/bin/wandb-core --port-filename /tmp/x") == "wandb"
     assert driven.role("python3 -m unittest -q") == "other"
+    workers = "--python_worker_command=python setup_worker.py default_worker.py"
+    assert driven.role(f"/v/ray/core/src/ray/raylet/raylet --node_id=ab {workers}") == "raylet"
+    assert driven.role("/v/bin/python /v/bin/ray start --block --head") == "ray node"
 
 
 def test_rewards_are_compared_by_trajectory() -> None:
@@ -208,7 +246,14 @@ def test_rewards_are_compared_by_trajectory() -> None:
 
 
 @pytest.mark.parametrize(
-    ("only", "cells"), [([], 57), (["learner:killed"], 4), (["wandb", "node:hung:learning"], 4), (["nothing"], 0)]
+    ("only", "cells"),
+    [
+        ([], 57),
+        (["learner:killed"], 4),
+        (["wandb", "node:hung:learning"], 4),
+        (["link", "node:cut"], 6),
+        (["nothing"], 0),
+    ],
 )
 def test_cells_are_selected(only: list[str], cells: int) -> None:
     found = chosen(only)

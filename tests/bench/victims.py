@@ -15,12 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from tests.bench import driven
+from tests.bench.cluster import Node, Wire
 from tests.bench.driven import Driven, Process
 
 SLOW_S = 20.0
-"""How long a part is slowed down."""
+"""How long a part, or a wire, is slowed down."""
 STOPPED_S, RUNNING_S = 0.8, 0.2
 """One cycle of slowing down: a fifth of the time is left."""
+BLIP_S = 8.0
+"""How long a wire is cut that is then mended."""
+SLOW_WIRE = "256kbit"
 
 PARTS: Mapping[str, Sequence[str]] = {
     "rollout": ("rolling", "learning", "publishing"),
@@ -30,10 +34,14 @@ PARTS: Mapping[str, Sequence[str]] = {
     "learner": ("learning", "publishing", "checkpointing", "rolling"),
     "wandb": ("rolling",),
     "node": ("rolling", "learning"),
+    "link": ("rolling", "learning"),
     "driver": ("rolling", "grading", "learning", "publishing", "checkpointing"),
 }
 """Part -> the phases in which it is hit."""
 FAULTS = ("killed", "hung", "slow")
+LINK_FAULTS = ("cut", "blip", "slow")
+ON_CLUSTER = ("node", "link")
+"""Parts that need a cluster."""
 ROLE = {"rollout": "rollout worker", "grader": "grader worker", "learner": "learner rank", "wandb": "wandb"}
 
 
@@ -81,30 +89,40 @@ class Hit:
     """On time.monotonic, which is the clock of the run's spans too."""
 
 
-def victims(part: str, run: Driven, run_dir: Path, engines: Engines, node: int | None) -> list[Process]:
-    """The processes of a part, now. `node`: the raylet of the node on which the rollouts live."""
+def faults_of(part: str) -> Sequence[str]:
+    """What can be done to it."""
+    return LINK_FAULTS if part == "link" else FAULTS
+
+
+def victims(part: str, run: Driven, run_dir: Path, engines: Engines, node: Node | None) -> list[Process]:
+    """The processes of a part, now. `node`: the one on which the rollouts live; its raylet comes first."""
     processes = driven.descendants()
     if part in ("policy-engine", "grader-engine"):
         return engines.find(part, processes)
     if part == "driver":
         pid = _status(run_dir).get("pid", run.process.pid)
         return [p for p in processes if p.pid == pid]
-    if part == "node":
-        below = {node}
-        for process in processes:  # oldest first
-            if process.parent in below:
-                below.add(process.pid)
-        return [p for p in processes if p.pid in below]
+    if node is not None:
+        return sorted(node.processes(), key=lambda p: p.role != "raylet")
     found = [p for p in processes if p.role == ROLE[part]]
     return [p for p in found if "wandb-core" in p.command] if part == "wandb" else found[:1]
 
 
-def hit(fault: str, part: str, processes: Sequence[Process]) -> Hit:
-    """Do it. Of a node, only the raylet is killed: the rest must go by itself."""
+def hit(fault: str, part: str, processes: Sequence[Process], wire: Wire | None = None) -> Hit:
+    """Do it. Of a node, only the raylet is killed: the rest must go by itself. `wire`: of a link."""
     chosen = processes[:1] if fault == "killed" else processes
     pids = tuple(p.pid for p in chosen)
     at_s = time.monotonic()
-    if fault == "slow":
+    if part == "link" and wire is not None:
+        pids = ()
+        if fault == "slow":
+            wire.slow(SLOW_WIRE)
+            threading.Timer(SLOW_S, wire.fast).start()
+        else:
+            wire.cut()
+            if fault == "blip":
+                threading.Timer(BLIP_S, wire.mend).start()
+    elif fault == "slow":
         threading.Thread(target=_slow, args=(pids,), daemon=True).start()
     else:
         _signal(pids, signal.SIGKILL if fault == "killed" else signal.SIGSTOP)
@@ -218,7 +236,7 @@ def _cpu_s(process: Process) -> float:
 
 _EVENT = re.compile(r"^\[(\d+:)?\d+:\d\d\] ")
 NOTICED = re.compile(
-    r"lost|replaced|hang|not answer|does not|died|started again|starts again|serves again|ALARM|no progress|"
+    r"lost|replaced|drains|hang|not answer|does not|died|started again|starts again|serves again|ALARM|no progress|"
     r"nothing moved|Weights & Biases|resum",
     re.IGNORECASE,
 )
