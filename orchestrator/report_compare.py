@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from configs.problems import show
 from configs.schema import RunConfig
 from infra.errors import StorageError
 from infra.unseen import visible
@@ -35,25 +36,13 @@ from orchestrator.evaluation import (
 from orchestrator.experiment import differing
 from orchestrator.group_view import GroupView, group_view
 from orchestrator.intervals import difference, ratio
+from orchestrator.panels import CURVES
 from orchestrator.report import MAX_PAGE_CHARS, occupancy, page_size, render_page, spread, write_page
 from orchestrator.runfiles import ARCHIVE, CONFIG, EVAL, GROUPS, METRICS, read_jsonl, require_run
 
 SEED = re.compile(r"-s\d+$")
 SHOWN_OF_A_RUN = 4
 """Groups of each list that one run contributes: a page holds many runs."""
-CURVES: tuple[tuple[str, str, bool], ...] = (
-    ("Pass rate, training tasks", "trajectories/pass_rate", True),
-    ("T1 share of graded passes", "grading/tier1_share", True),
-    ("Turns a trajectory", "trajectories/turns_mean", False),
-    ("Generated tokens a trajectory", "trajectories/response_tokens_mean", False),
-    ("Entropy, nats", "learner/entropy", False),
-    ("Lambda before the cap, mean", "redistribution/lambda_mean", False),
-    ("Cap rate", "redistribution/lambda_capped_rate", True),
-    ("Change of the failing side's advantage", "redistribution/failing_shift_mean", False),
-    ("Grading that fell back", "grading/fallback_rate", True),
-    ("Step, seconds", "time/step_s", False),
-)
-"""(title, metric, whether it is a share): what is drawn for every arm."""
 TIME_PARTS = ("rollout", "grading", "learning", "publish", "checkpoint", "idle")
 
 Row = Mapping[str, Any]
@@ -112,8 +101,8 @@ def write_comparison(folders: Sequence[Path], path: Path) -> Path:
     for run in runs:
         arms.setdefault(run.arm, []).append(run)
     lists, views = _browse(runs)
-    costs = {arm: [c for run in members if (c := step_costs(run.folder, run.config))] for arm, members in arms.items()}
-    costs = {arm: found for arm, found in costs.items() if found}
+    spent = {arm: [step_costs(run.folder, run.config) for run in members] for arm, members in arms.items()}
+    costs = {arm: found for arm, all_of in spent.items() if (found := [one for one in all_of if one])}
     page = render_page(
         "compare.html.j2",
         made=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
@@ -172,12 +161,14 @@ def curves(arms: Mapping[str, Sequence[RunData]]) -> list[Chart | None]:
     """One line for each arm, the mean over its seeds, in a band from the least to the most of them."""
     colors = {arm: i for i, arm in enumerate(arms)}
     charts = [_heldout_curve(arms, colors)]
-    for title, metric, share in CURVES:
+    for panel in CURVES:
         series = {
-            arm: band([{m["step"]: m[metric] for m in run.metrics if m.get(metric) is not None} for run in members])
+            arm: band(
+                [{m["step"]: m[panel.key] for m in run.metrics if m.get(panel.key) is not None} for run in members]
+            )
             for arm, members in arms.items()
         }
-        charts.append(band_chart(title, _some(series), colors=colors, low=0.0 if share else None))
+        charts.append(band_chart(panel.title, _some(series), colors=colors, low=0.0 if panel.share else None))
     return charts
 
 
@@ -280,7 +271,7 @@ def _at(config: Mapping[str, Any], key: str) -> str:
     value: Any = config
     for part in key.split("."):
         value = value.get(part) if isinstance(value, dict) else None
-    return visible("-" if value is None else yaml.safe_dump(value, default_flow_style=True).removesuffix("...\n"), 200)
+    return visible("-" if value is None else show(value))
 
 
 # ---- groups ----------------------------------------------------------------------------------------------------------
@@ -298,8 +289,8 @@ def _browse(runs: Sequence[RunData]) -> tuple[list[GroupList], dict[str, GroupVi
             whole = one.title in ("Hacks", "Fallbacks")
             chosen = one.entries if whole else one.entries[:SHOWN_OF_A_RUN]
             for entry in chosen:
-                record = {**entry.record, "run": run.name, "key": f"{run.name}/{entry.record['group_id']}"}
-                entries.setdefault(one.title, []).append(Entry(record=record, said=entry.said))
+                named = {**entry.record, "key": f"{run.name}/{entry.record['group_id']}"}
+                entries.setdefault(one.title, []).append(Entry(record=named, said=entry.said))
         cut = [GroupList(title=one.title, entries=one.entries[:SHOWN_OF_A_RUN]) for one in lists]
         for record in to_show(cut):
             if size > MAX_PAGE_CHARS:

@@ -29,7 +29,7 @@ def test_each_emitted_name_is_documented_and_each_documented_name_is_emitted() -
     general = {re.sub(r"^(grading/fallback_rate)/timeout$", r"\1/{reason}", n) for n in general}
     general = {re.sub(r"^(infra/failures)/\w+$", r"\1/{class}", n) for n in general}
     # Of the run around the scheduler: tests/e2e/test_training.py has them.
-    around = {name for name in documented() if name.startswith(("pool/", "restarts/", "storage/"))}
+    around = {name for name in documented() if name.startswith(("eval/", "pool/", "restarts/", "storage/"))}
     assert general | around == documented()
 
 

@@ -1,0 +1,141 @@
+"""The page about several runs: arms and seeds, bands, costs and differences by hand; it stays one safe file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from evaluations import simple
+from graded_run import record_of
+from html_page import Page
+from run_folder import make_run
+from scripted import run_config
+from stored_groups import stored_group
+
+from configs.schema import RunConfig
+from grader.stored import write_archive
+from infra.errors import StorageError
+from orchestrator.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, band_chart, heat_map
+from orchestrator.cost import StepCost, at_most, compare, step_costs
+from orchestrator.evaluation import write_evaluation
+from orchestrator.report_compare import band, config_differences, read_run, runs_of, write_comparison
+
+
+def make(folder: Path, passes: list[int] | None = None, **changes: Any) -> Path:
+    """A run of one step, like every other run of these tests, with one graded group and a held-out evaluation."""
+    group = stored_group()
+    make_run(folder, groups=[record_of(group)])
+    write_archive(folder / "archive", group)
+    config = run_config(name=folder.name, **changes)
+    (folder / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")), encoding="utf-8")
+    if passes is not None:
+        write_evaluation(folder / "evaluations" / "after.json", simple(folder.name, passes, t1=1))
+    return folder
+
+
+def test_arms_seeds_differences_and_groups_are_on_one_page(tmp_path: Path) -> None:
+    runs = [
+        make(tmp_path / "base-s0", [1, 2, 0]),
+        make(tmp_path / "base-s1", [1, 1, 0], seed=1),
+        make(tmp_path / "other-s0", [3, 3, 0], algorithm={"group_size": 4, "lambda_max": 1.2}),
+        make(tmp_path / "other-s1", [3, 3, 0], algorithm={"group_size": 4, "lambda_max": 1.2}, seed=1),
+    ]
+    page = Page(write_comparison(runs, tmp_path / "page.html"))
+    assert "2 arms, 4 runs" in page.text and "base (2)" in page.text
+    assert "66.7 [" in page.text and "+38.9 [" in page.text, "12 of 18 against 5 of 18"
+    assert "algorithm.lambda_max" in page.text and "scheduler.max_staleness" not in page.text
+    assert f"base-s0/{stored_group().group_id}" in page.text and "view" in {
+        v for k, v in page.attributes if k == "class"
+    }
+    assert "script" not in page.tags and "link" not in page.tags
+    assert not any(v and v.startswith(("http", "//")) for _, v in page.attributes if v)
+
+
+def test_hostile_names_and_values_stay_text(tmp_path: Path) -> None:
+    run = make(tmp_path / "a-s0")
+    lines = json.loads((run / "groups.jsonl").read_text())
+    lines["group_id"] = lines["task_id"] = "<script>alert(1)</script>\u202e"
+    lines["fallback_reason"], lines["graded"] = "<img src=x>", False
+    (run / "groups.jsonl").write_text(json.dumps(lines) + "\n")
+    text = write_comparison([run, make(tmp_path / "b-s0")], tmp_path / "page.html").read_text()
+    assert "<script" not in text and "<img" not in text and "\u202e" not in text
+    Page(tmp_path / "page.html")
+
+
+def test_an_experiment_stands_for_its_cells_and_no_run_is_an_error(tmp_path: Path) -> None:
+    make(tmp_path / "exp" / "a-s0")
+    make(tmp_path / "exp" / "a-s1")
+    (tmp_path / "exp" / "experiment.yaml").write_text("name: exp\n")
+    assert [p.name for p in runs_of([tmp_path / "exp"])] == ["a-s0", "a-s1"]
+    with pytest.raises(StorageError, match="not the folder of a run"):
+        runs_of([tmp_path])
+    (tmp_path / "exp" / "a-s0" / "config.yaml").write_text("name: [")
+    with pytest.raises(StorageError, match=r"config\.yaml: cannot be read"):
+        read_run(tmp_path / "exp" / "a-s0")
+
+
+def test_a_cell_has_its_evaluation_beside_it(tmp_path: Path) -> None:
+    cell = make(tmp_path / "exp" / "a-s0")
+    assert read_run(cell).evaluation is None
+    write_evaluation(tmp_path / "exp" / "evaluations" / "a-s0.json", simple("a-s0", [1]))
+    found = read_run(cell)
+    assert found.evaluation is not None and found.evaluation.label == "a-s0" and found.arm == "a"
+
+
+def test_configurations_differ_by_key(tmp_path: Path) -> None:
+    runs = [read_run(make(tmp_path / "a")), read_run(make(tmp_path / "b", steps=9))]
+    assert config_differences(runs) == [("steps", ("3", "9"))]
+
+
+def test_a_band_goes_from_the_least_to_the_most_of_those_that_are_there() -> None:
+    assert band([{1: 0.2, 2: 0.4}, {1: 0.6}]) == [(1.0, pytest.approx(0.4), 0.2, 0.6), (2.0, 0.4, 0.4, 0.4)]
+    chart = band_chart("t", {"x": [(0.0, 0.5, 0.0, 1.0), (4.0, 0.5, 0.0, 1.0)]})
+    assert chart is not None
+    left, right, top, bottom = LEFT, WIDTH - RIGHT, TOP, HEIGHT - BOTTOM
+    assert chart.shapes[0].area == (
+        f"M{left:.1f} {top:.1f} L{right:.1f} {top:.1f} L{right:.1f} {bottom:.1f} L{left:.1f} {bottom:.1f} Z"
+    )
+    assert band_chart("t", {"x": []}) is None
+
+
+def test_a_heat_map_shades_shares_of_a_step() -> None:
+    chart = heat_map("t", {1: [(1.0, 3.0), (2.0, 1.0)], 2: [(2.0, 5.0)]}, rows=2)
+    assert chart is not None
+    assert [round(m.weight, 2) for m in chart.shapes[0].marks] == [0.75, 0.25, 1.0]
+    assert chart.shapes[0].marks[0].y > chart.shapes[0].marks[1].y, "larger values stand higher"
+    assert heat_map("t", {}) is None
+
+
+def cost(step: int, tokens: float, compute: float, rate: float, each: float = 50.0) -> StepCost:
+    return StepCost(
+        step=step, wall_s=10.0 * step, trajectories=10 * step, tokens=tokens, busy={"rollout": compute, "grader": 0.0,
+        "learner": 0.0}, cost_usd=0.0, pass_rate=rate, step_tokens=each, queue_s=1.0, fallback_rate=0.0,
+    )  # fmt: skip
+
+
+def test_equal_steps_tokens_and_compute_by_hand() -> None:
+    slow = [cost(i, 100.0 * i, 10.0 * i, 0.1 * i, 100.0) for i in range(1, 5)]
+    quick = [cost(i, 50.0 * i, 20.0 * i, 0.2 * i, 50.0) for i in range(1, 6)]
+    found = compare({"slow": [slow], "quick": [quick]}, "slow")
+    # Four steps in common; then slow has 400 tokens and 40 s, quick 200 tokens and 80 s.
+    assert found["slow"]["steps"] == found["quick"]["steps"] == 4.0
+    assert found["slow"]["steps_at_equal_tokens"] == 2.0 and found["quick"]["steps_at_equal_tokens"] == 4.0
+    assert found["quick"]["steps_at_equal_compute"] == 2.0 and found["slow"]["steps_at_equal_compute"] == 4.0
+    assert found["slow"]["pass_rate_at_equal_tokens"] == pytest.approx((0.1 + 0.2) / 2)
+    assert found["quick"]["pass_rate_at_equal_compute"] == pytest.approx((0.2 + 0.4) / 2)
+    assert found["quick"]["tokens_saved"] == pytest.approx(0.5) and found["slow"]["tokens_saved"] == 0.0
+    assert at_most(slow, 99.0, "tokens") is None
+
+
+def test_costs_of_a_run_are_read_from_its_files(tmp_path: Path) -> None:
+    run = make(tmp_path / "a")
+    metrics = json.loads((run / "metrics.jsonl").read_text())
+    (only,) = step_costs(run, RunConfig.model_validate(yaml.safe_load((run / "config.yaml").read_text())))
+    count = sum(metrics["histograms"]["trajectories/response_tokens"]["counts"])
+    assert only.trajectories == count
+    assert only.tokens == pytest.approx(count * metrics["trajectories/response_tokens_mean"])
+    assert only.wall_s == pytest.approx(metrics["time/step_s"]) and only.busy["learner"] > 0.0
+    assert only.compute_s == pytest.approx(sum(only.busy.values()))
