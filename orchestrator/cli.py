@@ -16,6 +16,7 @@ import typer
 from configs.errors import ConfigError, GagarError
 from orchestrator import (
     cli_bench,
+    cli_convert,
     cli_experiment,
     cli_export,
     cli_grading,
@@ -157,6 +158,7 @@ def doctor(
 
 cli_experiment.register(app)
 cli_grading.register(app)
+cli_convert.register(app)
 cli_export.register(app)
 cli_infra.register(app)
 cli_scale.register(app)
