@@ -27,13 +27,10 @@ from configs.schema import (
     DockerSandbox,
     EndpointGraderBackend,
     EngineConfig,
-    FargateSandbox,
     GraderConfig,
     JailSandbox,
-    KubernetesSandbox,
     ListedSource,
     MinirepoSource,
-    ModalSandbox,
     RemoteSandbox,
     Resources,
     RunConfig,
@@ -508,7 +505,7 @@ def containers(config: RunConfig) -> Iterator[Problem]:
                     )
         if isinstance(sandbox, DaytonaSandbox):
             yield from _variable(config, f"{key}.api_key_env", sandbox.api_key_env)
-        if isinstance(sandbox, ModalSandbox | FargateSandbox | DaytonaSandbox | KubernetesSandbox):
+        if isinstance(sandbox, ServiceSandbox):
             wall_s = config.rollout.limits.wall_s
             if key == "rollout.sandbox" and sandbox.lifetime_s < wall_s:
                 yield _problem(

@@ -415,6 +415,8 @@ class DockerSandbox(StartedSandbox):
     images have `swerex-remote` themselves, or a Python and a way to PyPI."""
     start_timeout_s: PositiveFloat = 300.0
     """A sandbox that is not up by then counts as lost (the first start pulls the image)."""
+    lifetime_s: PositiveFloat = 7200.0
+    """A container ends by itself after this long, whatever becomes of the worker; it must outlast limits.wall_s."""
     docker_args: tuple[str, ...] = (
         "--cap-drop=ALL",
         "--security-opt=no-new-privileges",

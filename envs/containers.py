@@ -82,7 +82,8 @@ class DockerProvider(ServiceProvider):
         words += config.docker_args
         words += [] if order.memory_mib is None else [f"--memory={order.memory_mib}m"]
         words += [] if order.cpus is None else [f"--cpus={order.cpus:g}"]
-        words += ["--entrypoint", "/bin/sh", order.image, "-c", server_command(config.server_image)]
+        words += ["--entrypoint", "timeout", order.image, "--signal=KILL", f"{config.lifetime_s:g}"]
+        words += ["/bin/sh", "-c", server_command(config.server_image)]
         # In the program's environment, not its arguments, which every user of the host can read.
         code, output = await self._call(*words, environment={"GAGAR_TOKEN": token}, timeout_s=None)
         if code != 0:

@@ -19,6 +19,7 @@ from configs.schema import (
     EngineConfig,
     FargateSandbox,
     JailSandbox,
+    KubernetesSandbox,
     ModalSandbox,
     RemoteSandbox,
     Resources,
@@ -54,6 +55,8 @@ class Demand:
     placement: str = "PACK"
     """How the actors share nodes, as `learner.placement`."""
     jails: bool = False
+    starts_pods: bool = False
+    """Whether its sandboxes are pods, which it makes and deletes."""
     """Whether they start sandboxes on their node."""
     variables: tuple[str, ...] = ()
     """Environment variables that they take keys from."""
@@ -75,6 +78,7 @@ class NodeType:
     gpus: int
     memory_gib: int
     jails: bool
+    starts_pods: bool
     variables: tuple[str, ...]
 
 
@@ -89,6 +93,7 @@ def demands(config: RunConfig) -> list[Demand]:
             resources=rollout.resources,
             gpus=rollout.resources.gpus,
             jails=isinstance(rollout.sandbox, JailSandbox),
+            starts_pods=isinstance(rollout.sandbox, KubernetesSandbox),
             variables=_keys(rollout.sandbox),
         ),
     ]
@@ -104,6 +109,7 @@ def demands(config: RunConfig) -> list[Demand]:
                 resources=grader.resources,
                 gpus=grader.resources.gpus,
                 jails=grader.checks.enabled and isinstance(sandbox, JailSandbox),
+                starts_pods=grader.checks.enabled and isinstance(sandbox, KubernetesSandbox),
                 variables=(*key, *(_keys(sandbox) if grader.checks.enabled else ())),
             )
         )
@@ -222,6 +228,7 @@ def _node_type(labels: dict[str, str], members: Sequence[Demand], size: NodeSize
         gpus=gpus,
         memory_gib=max(LEAST_MEMORY_GIB, math.ceil(size.memory_gib * share)),
         jails=any(d.jails for d in members),
+        starts_pods=any(d.starts_pods for d in members),
         variables=tuple(dict.fromkeys(v for d in members for v in d.variables)),
     )
 

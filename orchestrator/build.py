@@ -34,6 +34,8 @@ from rollout.engine_pool import EnginePool
 from rollout.worker import RolloutWorker
 
 T = TypeVar("T")
+CLOSE_S = 5.0
+"""What workers get at the end of a run to end the sandboxes that they have started ahead."""
 STOPPED = "stopped by SIGTERM; the same command with --resume goes on from the last checkpoint"
 _RAY_STARTS = 3
 Starting = Callable[[], Coroutine[Any, Any, T]]
@@ -83,6 +85,9 @@ async def rollout_pool(
         try:
             yield engines, ready
         finally:
+            if getattr(config.rollout.sandbox, "warm", 0):
+                pool.broadcast("close")
+                await asyncio.sleep(CLOSE_S)
             await pool.shutdown()
 
 

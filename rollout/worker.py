@@ -57,6 +57,10 @@ class RolloutWorker:
         if isinstance(self._engine, EngineClient):
             self._engine.use(replicas)
 
+    async def close(self) -> None:
+        """End the sandboxes that were started ahead. No trajectory can be sampled afterwards."""
+        await self._provider.close()
+
     async def rollout(
         self, task: Task, trajectory_id: str, group_id: str
     ) -> tuple[Trajectory, Payload | None, Transcript]:

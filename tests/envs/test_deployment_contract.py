@@ -476,6 +476,25 @@ async def test_pods_without_a_policy_that_closes_the_network_are_refused(
         await provider.close()
 
 
+async def test_the_policy_and_the_role_of_the_documentation_are_what_workers_ask_for() -> None:
+    import kubernetes_validate
+    import yaml
+
+    from envs.pods import _closes, pod_labels
+
+    page = (Path(__file__).resolve().parents[2] / "docs" / "security.md").read_text()
+    policy, role = (yaml.safe_load(part.partition("```")[0]) for part in page.split("```yaml")[1:])
+    for document in (policy, role):
+        kubernetes_validate.validate(document, "1.34", strict=True)
+    assert _closes(policy["spec"], pod_labels(KubernetesSandbox(type="kubernetes", image="base:1")))
+    asked = {(resource, verb) for rule in role["rules"] for resource in rule["resources"] for verb in rule["verbs"]}
+    assert asked == {
+        *(("pods", verb) for verb in ("create", "get", "list", "delete")),
+        *(("daemonsets", verb) for verb in ("create", "get", "delete")),
+        ("pods/log", "get"), ("pods/proxy", "get"), ("pods/proxy", "create"), ("networkpolicies", "list"),
+    }  # fmt: skip
+
+
 async def test_leftovers_are_deleted_by_label_and_by_worker(services: Callable[[str], Service], tmp_path: Path) -> None:
     import cluster
 

@@ -297,6 +297,25 @@ def test_the_rendered_configuration_is_the_one_that_was_given(tmp_path: Path) ->
     assert [p.message for p in find_problems(again) if "no such folder" not in p.message] == []
 
 
+@pytest.mark.parametrize("target", [Target.KUBERAY, Target.RAYJOB])
+def test_only_workers_whose_sandboxes_are_pods_have_a_token(target: Target) -> None:
+    config = cluster("rollout.sandbox={type: kubernetes, image: 'a:1', lifetime_s: 90000}")
+    text = files(config, target)[f"{target.value}.yaml"]
+    check_kubernetes(text)
+    spec = of_kind(text, "RayCluster" if target is Target.KUBERAY else "RayJob")["spec"]
+    told = {
+        container["name"] + str(index): (
+            pod.get("serviceAccountName"),
+            pod["automountServiceAccountToken"],
+            {entry["name"] for entry in container.get("env", ()) if "fieldRef" in entry.get("valueFrom", {})},
+        )
+        for index, (pod, container) in enumerate(containers(spec.get("rayClusterSpec", spec)))
+    }
+    with_token = [about for about in told.values() if about[1]]
+    assert with_token == [("gagar-sandboxes", True, {"POD_NAME", "POD_UID", "POD_NAMESPACE"})]
+    assert all(about == (None, False, set()) for about in told.values() if not about[1])
+
+
 # ---- shells, Dockerfiles, Ray's own check ----------------------------------------------------------------------------
 
 

@@ -70,7 +70,7 @@ def run(words: list[str]) -> None:
     environment = {key: os.environ[key] for key in options["--env"]}
     port = machine.free_port()
     if image == "ends:1":
-        command = ["-c", "echo the server does not start here; exit 3"]
+        command = ["--signal=KILL", "9", "/bin/sh", "-c", "echo the server does not start here; exit 3"]
     words = [*options["--entrypoint"], *command]
     group = machine.start(folder, words, environment, ("127.0.0.1", port), os.environ["FAKE_BWRAP"])
     facts = {"group": group, "port": port, "label": options["--label"][0], "image": image, **options}
