@@ -6,15 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from evaluations import evaluation, sample, simple
+from evaluations import ScriptedRollouts, evaluation, sample, simple
 
 from configs.schema import EvalConfig, MinirepoSource
 from envs.minirepo.family import MinirepoTasks
-from envs.replay import patch_of
-from envs.task import Task
 from grader.stored import read_archive
 from infra.errors import StorageError
-from infra.pool import ActorLost
 from orchestrator.evaluate import evaluate, keep_evaluation
 from orchestrator.evaluation import (
     Evaluation,
@@ -26,8 +23,6 @@ from orchestrator.evaluation import (
     rows,
     write_evaluation,
 )
-from rollout.trajectory import Status, Trajectory, Transcript
-from rollout.worker import lost_trajectory
 
 EXAMPLE = evaluation(
     "example",
@@ -108,49 +103,6 @@ def test_labels_tell_checkpoints_apart() -> None:
         Path("x/a"),
     ]
     assert labels_of(paths) == ["a-step-000030", "b-step-000030", "a", "a-3"]
-
-
-class ScriptedRollouts:
-    """A rollout pool whose trajectories follow the scripted solutions: the first sample of a task is clean, the second
-    fails, the third is lost."""
-
-    def __init__(self, source: MinirepoTasks) -> None:
-        self.source = source
-        self.running = self.most = 0
-
-    async def call(self, method: str, task: Task, name: str, group_id: str, **options: Any) -> Any:
-        assert method == "rollout" and options["num_returns"] == 3
-        self.running += 1
-        self.most = max(self.most, self.running)
-        try:
-            slot = int(name.rpartition("/")[2].partition(".")[0])
-            if slot == 2 and task.task_id.endswith("/1"):
-                raise ActorLost("rollout-0", method, "gone")
-            lost = lost_trajectory(task, name, group_id, Status.INFRA_SANDBOX, "no sandbox", 1.0)
-            if slot == 2:
-                return lost, [None, None]
-            clean = next(t for t in self.source.experts(task) if t.strategy == "clean")
-            patch = patch_of(task, clean.actions) if slot == 0 else ""
-            return done(lost, passed=slot == 0), [
-                None,
-                ready(Transcript(trajectory_id=name, turns=(), patch=patch, test_log="")),
-            ]
-        finally:
-            self.running -= 1
-
-
-def done(lost: Trajectory, *, passed: bool) -> Trajectory:
-    from dataclasses import replace
-
-    return replace(
-        lost, status=Status.SUBMITTED, passed=passed, reward=float(passed), turns=3, response_tokens=50,
-        policy_versions=(4, 5), error=None,
-    )  # fmt: skip
-
-
-async def ready(transcript: Transcript) -> Transcript:
-    """Stands for a reference of the object store."""
-    return transcript
 
 
 async def test_an_evaluation_keeps_what_passed_and_counts_what_was_lost(tmp_path: Path) -> None:
