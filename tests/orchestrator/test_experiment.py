@@ -6,6 +6,7 @@ import asyncio
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ from evaluations import simple
 from configs.errors import ConfigError
 from configs.experiment_schema import ExperimentConfig
 from configs.load import load
+from configs.schema import AdvantageMode
 from infra.errors import GagarError, StorageError
 from orchestrator.evaluation import write_evaluation
-from orchestrator.experiment import CellState, Experiment, load_experiment, remaining
+from orchestrator.experiment import CellState, Experiment, differing, load_experiment, remaining
 from orchestrator.experiment_run import Say, child, run_experiment
 from orchestrator.experiment_table import markdown
 
@@ -236,3 +238,27 @@ async def test_a_child_that_is_stopped_gets_a_sigterm_and_ends(tmp_path: Path) -
         await task
     assert log.read_text() == "up\nsaved\n" and said == ["stopping; what runs ends at its last checkpoint"]
     assert await child([sys.executable, "-c", "raise SystemExit(7)"], log, said.append) == 7
+
+
+def test_the_shipped_comparison_is_whole() -> None:
+    """The published arms (M4.6), each a mode and nothing else; crossings differ from their counterpart in one key."""
+    root = Path(__file__).parents[2] / "configs"
+    policy = root / "checkpoints" / "policy"  # that of the recipe is made on demand
+    file = root / "ablation.yaml"
+    loaded = load(ExperimentConfig, file)
+    models = [f"{part}.model={policy}" for part in ("engine", "learner")]
+    common = [change for change in loaded.config.set if "policy_rough" not in change]
+    config = loaded.config.model_copy(update={"set": (*common, *models), "seeds": (0, 1, 2)})
+    experiment = load_experiment(replace(loaded, config=config))
+    cells = {cell.name: cell.config for cell in experiment.cells}
+    assert [cells[f"{arm}-s0"].algorithm.mode.value for arm in config.run] == list(config.run)
+    assert set(config.run) == {mode.value for mode in AdvantageMode}
+    assert len(experiment.chosen()) == 15 and cells["outcome-s0"].steps >= 20
+    plain = {name: c.model_dump(mode="json", exclude={"name"}) for name, c in cells.items()}
+    for arm in config.arms:
+        other = config.against.get(arm, config.reference)
+        keys = differing(plain[f"{other}-s0"], plain[f"{arm}-s0"])
+        if arm not in config.run:
+            assert len(keys) == 1, f"{arm}: {keys}"
+        elif arm != config.reference:
+            assert set(keys) == {"algorithm.mode", "grader"}
