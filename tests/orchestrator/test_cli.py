@@ -54,7 +54,11 @@ def test_help_and_config_check_load_nothing_heavy(complete: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [["train"], ["sft"], ["eval"], ["status"], ["doctor"], ["config", "check"], ["config", "show"]]
+    "command",
+    [
+        *(["train"], ["sft"], ["eval"], ["experiment"], ["audit"], ["report"], ["status"], ["doctor"]),
+        *(["config", "check"], ["config", "show"]),
+    ],
 )
 def test_every_command_shows_an_example(command: list[str]) -> None:
     result = CliRunner().invoke(cli.app, [*command, "--help"])
