@@ -182,7 +182,7 @@ def needs_package(kind: str, error: ImportError) -> SandboxError:
     """The error where the optional package of a kind of sandbox is missing."""
     return SandboxError(
         f"sandboxes of type {kind} need a package that is not installed ({error}); "
-        f"pip install -r requirements/sandboxes.txt, or pip install 'gagar[{kind}]'"
+        f"pip install --no-deps -r requirements/sandboxes.txt, or pip install 'gagar[{kind}]'"
     )
 
 

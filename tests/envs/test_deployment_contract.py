@@ -132,7 +132,7 @@ async def services(
 
     def kubernetes(reach: str) -> Service:
         config = KubernetesSandbox.model_validate(
-            {"type": "kubernetes", "image": "base:1", "namespace": "boxes", "reach": reach, "start_timeout_s": 30}
+            {"type": "kubernetes", "image": "base:1", "namespace": "boxes", "reach": reach, "start_timeout_s": 120}
             | ({"server_image": "server:1"} if reach == "pod" else {})
         )
         return Service(
