@@ -8,7 +8,6 @@ needs no other protocol than "not now", and every token of a step belongs to exa
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import gc
 import hashlib
 import queue
@@ -24,7 +23,6 @@ from infra.errors import EngineError
 from rollout.engine import EngineLost, EngineStats, Generation
 
 T = TypeVar("T")
-TRIM_EVERY_S = 30.0
 _CPU_BLOCK_TOKENS = 32
 """Prefix-cache granularity on CPU: the smallest block that its attention kernels are made for."""
 
@@ -143,14 +141,10 @@ class VllmEngine:
         try:
             self._load()
             self._loaded.set_result(None)
-            trimmed_s = time.monotonic()
             while not self._stopping:
                 self._run_commands()
                 if self._running and not self._paused:
                     self._step()
-                if time.monotonic() - trimmed_s > TRIM_EVERY_S:
-                    trimmed_s = time.monotonic()
-                    _trim()
             raise EngineLost("the engine was shut down")
         except BaseException as e:
             self._lose(e if isinstance(e, EngineLost) else EngineLost(f"vLLM failed: {type(e).__name__}: {e}"))
@@ -296,14 +290,6 @@ def request_seed(seed: int, request_id: str) -> int:
     on what else is in the batch, nor on the replica. On a GPU requests have none: vLLM would draw the noise of each
     row of the batch by a kernel of its own."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{request_id}".encode(), digest_size=4).digest(), "big")
-
-
-def _trim() -> None:
-    """Gives memory that is free back to the system. Batches change their shape with every step, and the C library's
-    heap would grow by some 5 MiB an optimiser step, for ever."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
-    if trim is not None:
-        trim(0)
 
 
 def engine_arguments(config: EngineConfig, seed: int) -> dict[str, Any]:
