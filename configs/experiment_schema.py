@@ -58,6 +58,9 @@ class HeldOut(Section):
     """k: trajectories of each task, for avg@k and pass@k."""
     seed: NonNegativeInt = 1234
     """Index of the first task in the held-out stream."""
+    every_steps: PositiveInt | None = None
+    """Evaluate cells beside their training too, for curves over steps: as eval.every_steps. It takes rollout slots from
+    the training, in all arms alike; null: not."""
 
 
 class ExperimentConfig(Section):

@@ -105,57 +105,74 @@ def draw(
         StorageError: the evaluations are not of the same tasks, or a kept trajectory is missing or damaged.
         ConfigError: the runs have not as many seeds, or fewer tasks than are to be drawn.
     """
-    if len(files[0]) != len(files[1]):
-        raise ConfigError(f"{names[0]} has {len(files[0])} evaluations, {names[1]} {len(files[1])}; give as many seeds")
-    both = [tuple(read_evaluation(path) for path in pair) for pair in zip(*files, strict=True)]
-    known = [t.task_id for t in both[0][0].tasks]
-    for path, one in zip([p for pair in zip(*files, strict=True) for p in pair], sum(both, ()), strict=True):
-        if [t.task_id for t in one.tasks] != known:
-            raise StorageError(f"{path}: is of other tasks than {files[0][0]}; evaluate both runs on the same ones")
+    pairs = _pairs(names, files)
+    known = [t.task_id for t in pairs[0][0].evaluation.tasks]
     if tasks > len(known):
         raise ConfigError(
             f"--tasks {tasks}: the evaluations have {len(known)} tasks; give at most that, or evaluate more"
         )
     rng = random.Random(f"audit/{seed}")
-    chosen = rng.sample(range(len(known)), tasks)
     drawn, groups = [], []
-    for number, index in enumerate(chosen):
-        turn = number % len(both)
-        sides: dict[str, Side] = {}
-        origins: dict[str, str] = {}
-        passes: dict[Side, int] = {"a": 0, "b": 0}
-        found: list[tuple[Trajectory, Transcript]] = []
-        case = f"case-{number + 1:03d}"
-        group: StoredGroup | None = None
-        picked: list[tuple[Side, Trajectory, Transcript]] = []
-        for side, evaluation, path in zip(SIDES, both[turn], (files[0][turn], files[1][turn]), strict=True):
-            stored = _stored(path, evaluation, index)
-            if stored is None:
-                continue
-            group = stored
-            transcripts = {t.trajectory_id: t for t in stored.transcripts}
-            few = rng.sample(list(stored.trajectories), min(most, len(stored.trajectories)))
-            picked += [(side, t, transcripts[t.trajectory_id]) for t in few]
-        rng.shuffle(picked)
-        for slot, (side, trajectory, transcript) in enumerate(picked):
-            name = f"{case}/{slot}.0"
-            sides[name], origins[name] = side, trajectory.trajectory_id
-            passes[side] += bool(trajectory.passed)
-            found.append((_anonymous(trajectory, name, case), replace(transcript, trajectory_id=name)))
-        drawn.append(Drawn(case=case, task_id=known[index], sides=sides, origins=origins, passes=passes))
-        if group is not None and any(passes.values()):
-            groups.append(
-                StoredGroup(
-                    group_id=case,
-                    task=group.task,
-                    trajectories=tuple(t for t, _ in found),
-                    transcripts=tuple(t for _, t in found),
-                )
-            )
+    for number, index in enumerate(rng.sample(range(len(known)), tasks)):
+        one, group = _case(f"case-{number + 1:03d}", pairs[number % len(pairs)], index, most, rng)
+        drawn.append(one)
+        groups += [group] if group is not None else []
     what = json.dumps([[asdict(d) for d in drawn], seed, tasks, most], sort_keys=True)
     patches = "".join(t.patch for g in groups for t in g.transcripts)
     digest = hashlib.sha256((what + patches).encode("utf-8", "surrogatepass")).hexdigest()[:16]
     return Audit(names={"a": names[0], "b": names[1]}, digest=digest, seed=seed, drawn=drawn), groups
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Source:
+    """One evaluation and where it lies."""
+
+    path: Path
+    evaluation: Evaluation
+
+
+def _pairs(names: tuple[str, str], files: tuple[Sequence[Path], Sequence[Path]]) -> list[tuple[_Source, _Source]]:
+    """The evaluations of both runs, seed by seed, all of the same tasks."""
+    if len(files[0]) != len(files[1]):
+        raise ConfigError(f"{names[0]} has {len(files[0])} evaluations, {names[1]} {len(files[1])}; give as many seeds")
+    read = [[_Source(path=path, evaluation=read_evaluation(path)) for path in side] for side in files]
+    known = [t.task_id for t in read[0][0].evaluation.tasks]
+    for one in (*read[0], *read[1]):
+        if [t.task_id for t in one.evaluation.tasks] != known:
+            raise StorageError(f"{one.path}: is of other tasks than {files[0][0]}; evaluate both runs on the same ones")
+    return list(zip(*read, strict=True))
+
+
+def _case(
+    case: str, pair: tuple[_Source, _Source], index: int, most: int, rng: random.Random
+) -> tuple[Drawn, StoredGroup | None]:
+    """One task as a case; no group where nothing of it passed."""
+    picked: list[tuple[Side, Trajectory, Transcript]] = []
+    task = None
+    for side, source in zip(SIDES, pair, strict=True):
+        stored = _stored(source.path, source.evaluation, index)
+        if stored is not None:
+            task = stored.task
+            transcripts = {t.trajectory_id: t for t in stored.transcripts}
+            few = rng.sample(list(stored.trajectories), min(most, len(stored.trajectories)))
+            picked += [(side, t, transcripts[t.trajectory_id]) for t in few]
+    rng.shuffle(picked)
+    named = [(f"{case}/{slot}.0", *one) for slot, one in enumerate(picked)]
+    drawn = Drawn(
+        case=case,
+        task_id=pair[0].evaluation.tasks[index].task_id,
+        sides={name: side for name, side, _, _ in named},
+        origins={name: trajectory.trajectory_id for name, _, trajectory, _ in named},
+        passes={side: sum(bool(t.passed) for _, of, t, _ in named if of == side) for side in SIDES},
+    )
+    if task is None or not any(drawn.passes.values()):
+        return drawn, None
+    return drawn, StoredGroup(
+        group_id=case,
+        task=task,
+        trajectories=tuple(_anonymous(trajectory, name, case) for name, _, trajectory, _ in named),
+        transcripts=tuple(replace(transcript, trajectory_id=name) for name, _, _, transcript in named),
+    )
 
 
 def _stored(path: Path, evaluation: Evaluation, index: int) -> StoredGroup | None:

@@ -139,7 +139,7 @@ def load_experiment(loaded: Loaded[ExperimentConfig]) -> Experiment:
     """
     config = loaded.config
     folder = Path(config.output) / config.name
-    evaluation = json.dumps({**config.evaluation.model_dump(), "before": False, "after": True})
+    evaluation = json.dumps({**config.evaluation.model_dump(exclude={"every_steps"}), "before": False, "after": True})
     judge = load_run(Path(config.base), [*config.set, f"eval={evaluation}"]).config
     if judge.sources[config.evaluation.source].groups_per_step:
         raise ConfigError(
@@ -154,7 +154,11 @@ def _cell(config: ExperimentConfig, arm: str, seed: int, folder: Path) -> Cell:
     one: ArmConfig = config.arms[arm]
     files = [Path(file) for file in one.files]
     name = f"{arm}-s{seed}"
-    changes = [*config.set, *one.set, "eval=null", f"seed={seed}", f"name={name}", f"output={json.dumps(str(folder))}"]
+    beside = "null"  # each cell is evaluated once, afterwards, by one judge
+    if config.evaluation.every_steps is not None:
+        beside = json.dumps({**config.evaluation.model_dump(), "before": False, "after": False})
+    named = [f"seed={seed}", f"name={name}", f"output={json.dumps(str(folder))}"]
+    changes = [*config.set, *one.set, f"eval={beside}", *named]
     try:
         sources = load_run(Path(config.base), changes, files).config.sources
         changes += [

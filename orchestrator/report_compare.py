@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -160,7 +160,10 @@ def _last_evaluation(folder: Path) -> Evaluation | None:
 def curves(arms: Mapping[str, Sequence[RunData]]) -> list[Chart | None]:
     """One line for each arm, the mean over its seeds, in a band from the least to the most of them."""
     colors = {arm: i for i, arm in enumerate(arms)}
-    charts = [_heldout_curve(arms, colors)]
+    charts = [
+        _heldout_curve("Held-out pass rate (avg@k)", arms, colors, lambda e: e["pass_rate"]),
+        _heldout_curve("Held-out T1 share of known passes", arms, colors, _known_tier1),
+    ]
     for panel in CURVES:
         series = {
             arm: band(
@@ -172,13 +175,21 @@ def curves(arms: Mapping[str, Sequence[RunData]]) -> list[Chart | None]:
     return charts
 
 
-def _heldout_curve(arms: Mapping[str, Sequence[RunData]], colors: Mapping[str, int]) -> Chart | None:
-    """Held-out evaluations of runs that were evaluated more than once."""
+def _heldout_curve(
+    title: str, arms: Mapping[str, Sequence[RunData]], colors: Mapping[str, int], value: Callable[[Row], float | None]
+) -> Chart | None:
+    """A figure of the held-out evaluations of eval.jsonl."""
     series = {
-        arm: band([{e["step"]: e["pass_rate"] for e in run.evals if e["pass_rate"] is not None} for run in members])
+        arm: band([{e["step"]: v for e in run.evals if (v := value(e)) is not None} for run in members])
         for arm, members in arms.items()
     }
-    return band_chart("Held-out pass rate (avg@k)", _some(series), colors=colors, low=0.0)
+    return band_chart(title, _some(series), colors=colors, low=0.0)
+
+
+def _known_tier1(line: Row) -> float | None:
+    tiers = line.get("known_tiers") or {}
+    told = sum(tiers.values())
+    return tiers["T1"] / told if told else None
 
 
 def band(runs: Sequence[Mapping[int, float]]) -> list[tuple[float, float, float, float]]:

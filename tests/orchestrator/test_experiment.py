@@ -189,6 +189,13 @@ def test_arms_share_the_order_of_tasks_and_seeds_do_not(file: Path) -> None:
     assert seeds["outcome-s2"] == seeds["redistribute-s2"] == (2, 2003, 900)
     assert cells["capped-s2"].algorithm.lambda_max == 1.2 and cells["redistribute-s2"].algorithm.lambda_max == 1.5
     assert all(c.eval is None for c in cells.values()), "each is evaluated once, afterwards, by one judge"
+    beside = open_experiment(file, "evaluation.every_steps=2").cells[0].config.eval
+    assert beside is not None and (beside.every_steps, beside.before, beside.after, beside.tasks) == (
+        2,
+        False,
+        False,
+        4,
+    )
 
 
 def test_only_and_all_choose_cells(file: Path) -> None:
