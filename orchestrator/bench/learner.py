@@ -69,14 +69,14 @@ def _step(core: RankCore, rows: list[list[Sample]]) -> None:
 
 def _rows(lengths: list[int], padded: list[int], learner: LearnerConfig) -> list[list[Sample]]:
     samples = [
-        Sample(payload=_payload(length, total), advantage=1.0 if i % 2 else -1.0, weight=1.0 / sum(lengths))
+        Sample(payload=payload(length, total), advantage=1.0 if i % 2 else -1.0, weight=1.0 / sum(lengths))
         for i, (length, total) in enumerate(zip(lengths, padded, strict=True))
     ]
     layout = plan(padded, 1, learner.max_tokens_per_microbatch)[0]
     return [[samples[i] for i in row] for row in layout]
 
 
-def _payload(length: int, total: int) -> Payload:
+def payload(length: int, total: int) -> Payload:
     """`length` tokens, the second half of which was generated, and padding up to `total`."""
     ids = np.random.default_rng(length).integers(0, 64, total, dtype=np.int32)
     generated = np.zeros(total, dtype=np.bool_)

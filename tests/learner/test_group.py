@@ -21,7 +21,15 @@ import numpy as np
 import pytest
 import torch
 
-from configs.schema import Aggregation, LearnerConfig, LossConfig, OptimizerConfig, PpoClipLoss, SupervisionConfig
+from configs.schema import (
+    Aggregation,
+    LearnerConfig,
+    LoraConfig,
+    LossConfig,
+    OptimizerConfig,
+    PpoClipLoss,
+    SupervisionConfig,
+)
 from infra.errors import ConfigError, LearnerError, StorageError
 from learner.group import BatchItem, LearnerGroup, PayloadsLost, StepStats
 from learner.loss import token_weights
@@ -417,6 +425,35 @@ def test_a_step_of_two_ranks_is_the_step_of_one(
         torch.testing.assert_close(second[name].data, tensor, rtol=0, atol=1e-5)
         torch.testing.assert_close(resumed[name].data, second[name].data, rtol=0, atol=1e-6)
     assert again.lr > first.lr
+
+
+@pytest.mark.parametrize("zero_stage", [2, 3])
+def test_adapters_on_two_ranks_take_the_steps_of_one(
+    two_ranks: LearnerGroup, start_model: str, rolled: list[Rolled], zero_stage: int
+) -> None:
+    def stepped(
+        core: RankCore, config: LearnerConfig, rows: list[list[list[Sample]]]
+    ) -> tuple[list[float], dict[str, torch.Tensor]]:
+        other = RankCore(config, LossConfig(), core.temperature, rank=core.rank, world_size=core.world_size)
+        norms = [other.step(rows[core.rank], version=0)[1].grad_norm for _ in range(3)]
+        return norms, {name: tensor.clone() for name, tensor in other.named_full_parameters()}
+
+    lora = LoraConfig(rank=3, alpha=12.0)
+    items = items_of(rolled)
+    alone = lone_core(start_model, max_tokens=FOUR_ROWS, lora=lora)
+    start = parameters(alone)
+    rows = rows_of(items, Aggregation.PROMPT_MEAN, 1, FOUR_ROWS)[0]
+    norms = [alone.step(rows, version=0)[1].grad_norm for _ in range(3)]
+    wanted = parameters(alone)
+    changed = {name for name in wanted if not torch.equal(wanted[name], start[name])}
+    assert len(changed) == 2 * 7  # the linear layers of both blocks, and nothing else
+
+    config = configured(start_model, zero_stage=zero_stage, max_tokens=FOUR_ROWS, ranks=2, lora=lora)
+    both = rows_of(items, Aggregation.PROMPT_MEAN, 2, FOUR_ROWS)
+    for got_norms, got in asyncio.run(two_ranks.on_ranks(stepped, config, both)):
+        assert got_norms == pytest.approx(norms, rel=1e-4)
+        for name, tensor in wanted.items():
+            torch.testing.assert_close(got[name], tensor, rtol=0, atol=1e-5 if name in changed else 0)
 
 
 def test_publish_hands_whole_parameters_to_the_engines(

@@ -1,7 +1,11 @@
-"""Adapters: gradients by the chain rule from those of whole weights, merged weights for the engines, exact resume."""
+"""Adapters: gradients by the chain rule from those of whole weights, merged weights for the engines, exact resume.
+
+Two ranks with adapters are in test_group.py, where two ranks run.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +14,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from configs.schema import LearnerConfig, LoraConfig, LossConfig, OptimizerConfig
+from configs.schema import EngineConfig, LearnerConfig, LoraConfig, LossConfig, OptimizerConfig
 from infra.errors import LearnerError
 from learner.packing import Sample, build_row
+from learner.publish import Publisher
 from learner.rank import RankCore
+from rollout.context import Context, join
+from rollout.engine_pool import EnginePool
 from rollout.trajectory import Payload
 
 pytestmark = pytest.mark.e2e
@@ -170,6 +177,58 @@ def test_resume_is_exact_and_holds_no_frozen_weights(start_model: str, zero_stag
         assert kept.keys() == adapters(core).keys()
         with pytest.raises(LearnerError, match=r"learner\.lora=\{'rank': 3.*, this run has None; resume with"):
             core_of(start_model, zero_stage=0, lora=None).load(str(tmp_path))
+
+
+async def test_an_engine_that_got_adapters_gives_the_learners_probabilities(ray_session: None, tmp_path: Path) -> None:
+    """Real transfer into a real engine: what it samples has the probabilities of adapters beside frozen weights."""
+    folder = str(tmp_path)
+    wide = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=128,
+        intermediate_size=96,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,  # 32 per head: the least that the CPU kernels know
+        num_key_value_heads=2,
+        initializer_range=0.1,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM(wide).save_pretrained(folder)
+    pool = EnginePool(EngineConfig(model=folder, max_model_len=128, max_num_seqs=8, kv_cache_gib=0.1))
+    pool.start()  # while the learner loads
+    core = core_of(folder, zero_stage=0, lora=LoraConfig(rank=3, alpha=12.0))
+    for _ in range(3):
+        core.step([samples()], version=0)
+    await pool.ready(180)
+    try:
+        before = core.accumulate([await sampled(pool, "before")], version=0)
+        publisher = Publisher(
+            pool.transfer_target(), rank=0, parameters=core.policy_parameters(), full=core.named_full_parameters
+        )
+        await asyncio.to_thread(publisher.publish, 3)
+        after = core.accumulate([await sampled(pool, "after")], version=3)
+    finally:
+        await pool.shutdown()
+    assert before.fresh == after.fresh == 6 * 20
+    assert before.gap_max > 0.05  # the adapters have changed the policy
+    assert after.gap_max < 1e-3
+
+
+async def sampled(pool: EnginePool, name: str) -> list[Sample]:
+    """Six sequences of twenty tokens from the engine, as the learner gets them."""
+    client = pool.client()
+
+    async def one(index: int) -> Sample:
+        prompt = [(5 * index + j) % VOCAB for j in range(4 + index)]
+        generation = await client.generate(
+            request_id=f"{name}-{index}/0", prompt_ids=prompt, max_tokens=20, temperature=1.0, stop_ids=()
+        )
+        context = Context()
+        context.show(prompt)
+        context.take(generation)
+        return Sample(payload=join([context]), advantage=0.0, weight=1.0)
+
+    return list(await asyncio.gather(*(one(index) for index in range(6))))
 
 
 @pytest.mark.parametrize("bad", ["embed_tokens", "lm_head", "no_such_layer"])
