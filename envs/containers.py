@@ -18,6 +18,7 @@ from envs.deployment import (
     Order,
     ServiceProvider,
     is_leftover,
+    new_token,
     refused,
     server_command,
     worker_name,
@@ -44,7 +45,7 @@ class DockerProvider(ServiceProvider):
 
     async def launch(self, order: Order) -> GuardedSandbox:
         """See `ServiceProvider.launch`."""
-        name, token = f"gagar-{secrets.token_hex(8)}", secrets.token_urlsafe(24)
+        name, token = f"gagar-{secrets.token_hex(8)}", new_token()
         limit_s = self._config.start_timeout_s
         try:
             async with asyncio.timeout(limit_s):

@@ -198,6 +198,11 @@ def server_command(server_image: str | None) -> str:
     )
 
 
+def new_token() -> str:
+    """A token for one server. Of letters and digits alone: one that begins with "-" would be taken for an option."""
+    return secrets.token_hex(24)
+
+
 def worker_name() -> str:
     """Of this process, on what it starts elsewhere: host and process id."""
     return f"{platform.node()}.{os.getpid()}"

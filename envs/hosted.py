@@ -10,7 +10,6 @@ import asyncio
 import logging
 import math
 import os
-import secrets
 import time
 from typing import Any
 
@@ -23,6 +22,7 @@ from envs.deployment import (
     Order,
     ServiceProvider,
     needs_package,
+    new_token,
     refused,
     server_command,
     worker_name,
@@ -48,7 +48,7 @@ class ModalProvider(ServiceProvider):
             import modal
         except ImportError as error:
             raise needs_package("modal", error) from error
-        config, token = self._config, secrets.token_urlsafe(24)
+        config, token = self._config, new_token()
         memory_mib = order.memory_mib or config.memory_mib
         cpus = order.cpus or config.cpus
         deadline = time.monotonic() + config.start_timeout_s
@@ -194,7 +194,7 @@ class DaytonaProvider(ServiceProvider):
             import daytona
         except ImportError as error:
             raise needs_package("daytona", error) from error
-        config, token = self._config, secrets.token_urlsafe(24)
+        config, token = self._config, new_token()
         if self._client is None:
             self._client = daytona.AsyncDaytona(daytona.DaytonaConfig(api_key=self._key, target=config.target))
         deadline = time.monotonic() + config.start_timeout_s

@@ -31,6 +31,7 @@ from envs.deployment import (
     Order,
     ServiceProvider,
     is_leftover,
+    new_token,
     refused,
     server_command,
     worker_name,
@@ -70,7 +71,7 @@ class KubernetesProvider(ServiceProvider):
                 await self._refuse_open_network()
                 await self._sweep()
                 self._ready = True
-        name, token = f"gagar-{secrets.token_hex(8)}", secrets.token_urlsafe(24)
+        name, token = f"gagar-{secrets.token_hex(8)}", new_token()
         try:
             await self._api.call("POST", self._pods, body=pod(self._config, order, name, token))
             runtime = await self._reach(name, token, order)

@@ -370,6 +370,11 @@ async def test_a_server_that_ends_at_once_is_not_waited_for(kind: str, services:
     await provider.close()
 
 
+async def test_no_token_can_be_taken_for_an_option() -> None:
+    tokens = {deployment.new_token() for _ in range(500)}  # one in 64 of other alphabets begins with "-"
+    assert len(tokens) == 500 and all(token.isalnum() and len(token) >= 32 for token in tokens)
+
+
 async def test_what_a_source_gives_its_tasks_reaches_containers_and_pods(services: Callable[[str], Service]) -> None:
     """The source's word goes before the image's, and that before the configuration's."""
     import modal
