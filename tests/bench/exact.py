@@ -144,6 +144,7 @@ def _model(folder: str) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
+    torch.set_num_threads(1)  # a small model: threads would only wait for each other
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
