@@ -33,6 +33,7 @@ ROLES: Collection[str] = ("gcs", "raylet", "ray agent", "ray worker", "ray node"
 LOOPBACK = "127.0.0.1"
 STORE_BYTES = 300 * 2**20
 _UP = "Ray runtime started"
+_TOO_SLOW = "timed out during startup"
 _CLONE_NEWNET = 0x40000000
 _SWITCH = "lan"
 _LAN = "10.213.0"
@@ -145,7 +146,7 @@ class Node:
         self._console, self._environment = out / "console" / f"node-{name}.txt", environment
         self._command = [
             *(wire.prefix if wire else ()),
-            *(self._ray, "start", "--block", "--include-dashboard=false"),
+            *(self._ray, "start", "--block"),
             *(f"--object-store-memory={STORE_BYTES}", "--disable-usage-stats"),
             # Nodes that share an address must not hand out the same ports.
             *("--min-worker-port=0", "--max-worker-port=0", f"--dashboard-agent-listen-port={free_port()}"),
@@ -168,8 +169,9 @@ class Node:
             if _UP in self._run.text() and not self._run.ended:
                 return
             self._end()
-            if left:
-                self._run = self._start()
+            if not left or _TOO_SLOW not in self._run.text():
+                break
+            self._run = self._start()
         raise RuntimeError(f"the node {self.name} did not start: {self._run.text()[-800:]}")
 
     def processes(self) -> list[Process]:
@@ -248,9 +250,8 @@ class Cluster:
         host = f"{_LAN}.1" if self.network else LOOPBACK
         port = free_port()
         self.address = f"{host}:{port}"
-        # No autoscaler and no server for Ray's client: they would only make the head's start longer.
         head = ("--head", f"--port={port}", f"--node-ip-address={host}", f"--temp-dir={self._folder / 'r'}")
-        head += ("--no-monitor", "--ray-client-server-port=0")
+        head += ("--no-monitor", "--include-dashboard=false")  # they would only make its start longer
         self.nodes = [self._node("head", None, *head, *_offers(labels, resources))]
 
     def add(self, *, labels: str = "", resources: Mapping[str, float] | None = None) -> Node:

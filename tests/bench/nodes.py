@@ -9,10 +9,10 @@
 
 `ray start` starts a head, which holds the engines and the learner (label pool=home), and a worker node. Each of the two
 offers one place for a rollout worker and one for a grader (custom resources). `gagar train` joins the head with
-ray.address. Once both rollout workers are busy the node is lost. The run must do another step with what is left; then a
-new node joins, and the pools must fill up on it; then comes the next way. A node that was cut off must end by itself.
-At the end the run gets SIGTERM, and its files are held against tests/bench/record.py; every graded patch is verified
-again. Result: FOLDER/nodes.json.
+ray.address. Once both rollout workers are busy the node is lost. The run must end its step and do another one with what
+is left; then a new node joins, and the pools must fill up on it; then comes the next way. A node that was cut off must
+end by itself. At the end the run gets SIGTERM, and its files are held against tests/bench/record.py; every graded patch
+is verified again. Result: FOLDER/nodes.json.
 """
 
 from __future__ import annotations
@@ -151,7 +151,9 @@ class Trial:
                 seen["ended_s"] = since()
             return self._done() > before
 
-        self._wait("a step without the node", step, STEP_S)
+        self._wait("the running step", step, STEP_S)
+        seen["running_step_s"] = since()
+        self._wait("a step that began without the node", lambda: step() and self._done() > before + 1, STEP_S)
         seen["next_step_s"] = since()
         self._wait("word of the loss", lambda: bool(step() and "noticed_s" in seen), STEP_S)
         seen["steps_until_noticed"] = self._done() - before
@@ -205,7 +207,7 @@ class Trial:
         return self._steps
 
     def _sampled_again(self) -> int:
-        rows = (s for s in self._spans.rows() if s["name"] == "rollout")
+        rows = (s for s in self._spans.rows() if s.get("name") == "rollout")
         self._again += sum(not s["trajectory_id"].endswith(".0") for s in rows)
         return self._again
 

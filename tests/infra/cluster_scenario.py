@@ -14,6 +14,7 @@ from typing import Any
 
 import ray
 from ray.cluster_utils import Cluster
+from ray.core.generated.autoscaler_pb2 import DRAIN_NODE_REASON_PREEMPTION
 
 from configs.schema import Resources
 from infra.placement import actor_options
@@ -36,6 +37,26 @@ async def until(condition: Callable[[], Any], timeout_s: float = 60.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.05)
+
+
+async def drained(cluster: Cluster, pool: ActorPool, node_id: str, add: Callable[[], Any]) -> dict[str, Any]:
+    """A node is told to leave while it works: its calls end, and the pool works on another node."""
+    restarts, running = pool.restarts, [asyncio.create_task(pool.call("work", number)) for number in range(8)]
+    await asyncio.sleep(0.1)
+    gcs = ray._raylet.GcsClient(address=cluster.address)
+    deadline_ms = int((time.time() + 60) * 1e3)
+    accepted, _ = gcs.drain_node(node_id, DRAIN_NODE_REASON_PREEMPTION, "it stops", deadline_ms)
+    await until(lambda: pool.state().starting == 2)  # they wait for a node with room
+    add()
+    await until(lambda: pool.state().settled)
+    ended = await asyncio.gather(*running)
+    where = {where for _, where in await asyncio.gather(*(pool.call("work", -1) for _ in range(8)))}
+    return {
+        "accepted": accepted,
+        "ended": len(ended),
+        "left": node_id not in where and len(where) == 2,
+        "lost_by_leaving": pool.restarts - restarts + pool.handed_back,
+    }
 
 
 async def scenario(cluster: Cluster) -> dict[str, Any]:
@@ -81,8 +102,10 @@ async def scenario(cluster: Cluster) -> dict[str, Any]:
     await asyncio.wait_for(asyncio.gather(*jobs), 60)
     after = {(await pool.call("work", -1))[1] for _ in range(4)}
     after |= {where for _, where in await asyncio.gather(*(pool.call("work", -1) for _ in range(8)))}
+    leaving = await drained(cluster, pool, third.node_id, node)
     await pool.shutdown()
     return {
+        **leaving,
         "unplaced": unplaced,
         "jobs": sorted(number for number, _ in done),
         "lost": lost,
