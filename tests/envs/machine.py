@@ -34,13 +34,20 @@ def host_mounts() -> list[str]:
 
 
 def start(
-    folder: Path, command: Sequence[str], environment: Mapping[str, str], address: tuple[str, int], bwrap: str
+    folder: Path,
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    address: tuple[str, int],
+    bwrap: str,
+    *,
+    kept: bool = False,
 ) -> int:
     """Process group of a machine that runs the command with this environment alone.
 
     Args:
         folder: the machine's own on the host, for its log and programs.
         address: host and port where its server is to be reached.
+        kept: whether the caller lives as long as the machine, and takes it along.
     """
     programs = folder / "server" / "bin"
     programs.mkdir(parents=True, exist_ok=True)
@@ -51,9 +58,10 @@ def start(
     words = [word for name, value in inside.items() for word in ("--setenv", name, value)]
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
-            [bwrap, *host_mounts(), "--unshare-pid", "--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp",
-             "--tmpfs", "/workspace", "--ro-bind", str(folder / "server"), "/gagar-server",
-             "--ro-bind", sys.prefix, sys.prefix, "--clearenv", *words, "--", *command],
+            [bwrap, *(["--die-with-parent"] if kept else []), *host_mounts(), "--unshare-pid", "--proc", "/proc",
+             "--dev", "/dev", "--tmpfs", "/tmp", "--tmpfs", "/workspace",
+             "--ro-bind", str(folder / "server"), "/gagar-server", "--ro-bind", sys.prefix, sys.prefix, "--clearenv",
+             *words, "--", *command],
             stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
     return process.pid

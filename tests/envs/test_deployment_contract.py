@@ -126,6 +126,7 @@ async def services(
                 "runtime": runtime,
                 "docker_args": arguments,
                 "server_image": "server:1",
+                "lifetime_s": 900,  # where these tests are killed
             }
         )
         return Service(config, containers, pulls, state)

@@ -49,7 +49,7 @@ class _Process:
         box = self._sandbox
         folder = Path(tempfile.mkdtemp(dir=os.environ["FAKE_SERVICE"]))
         words = ["/bin/sh", "-c", given["req"].command]
-        box.group = machine.start(folder, words, {}, ("127.0.0.1", box.port), find_bwrap())
+        box.group = machine.start(folder, words, {}, ("127.0.0.1", box.port), find_bwrap(), kept=True)
         GROUPS.append(box.group)
 
 

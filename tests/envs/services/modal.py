@@ -112,7 +112,7 @@ async def _create(*args: Any, **kwargs: Any) -> Sandbox:
     command = ["/bin/sh", "-c", "exit 3"] if image == "ends:1" else list(given["args"])
     port = machine.free_port()
     folder = Path(tempfile.mkdtemp(dir=os.environ["FAKE_SERVICE"]))
-    group = machine.start(folder, command, given["env"], ("127.0.0.1", port), find_bwrap())
+    group = machine.start(folder, command, given["env"], ("127.0.0.1", port), find_bwrap(), kept=True)
     GROUPS.append(group)
     return Sandbox(group, port)
 
