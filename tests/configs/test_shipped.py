@@ -46,6 +46,15 @@ def test_the_cluster_can_grade_on_engines_of_its_own(tmp_path: Path) -> None:
     assert config.grader is not None and config.grader.backend.type == "vllm"
 
 
+@pytest.mark.parametrize("overrides", [[], ["learner.lora={rank: 16, alpha: 32}", "learner.optimizer.lr=1e-4"]])
+def test_the_pretrained_model_passes_once_it_is_there(tmp_path: Path, overrides: list[str]) -> None:
+    policy = write_model(tmp_path / "policy", positions=8192, heads=9)
+    models = [f"engine.model={policy}", f"learner.model={policy}"]
+    config = load_run(CONFIGS / "smollm2.yaml", [*models, *overrides]).config
+    assert config.algorithm.mode is AdvantageMode.REDISTRIBUTE
+    assert (config.learner.lora is not None) == bool(overrides)
+
+
 @pytest.mark.parametrize("arm", ARMS, ids=[arm.stem for arm in ARMS])
 def test_each_arm_changes_the_mode_and_passes(arm: Path) -> None:
     config = load_run(CONFIGS / "learn.yaml", arms=[arm]).config

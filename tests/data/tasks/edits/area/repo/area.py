@@ -1,2 +1,0 @@
-def area(width, height):
-    return width + height

@@ -1,2 +1,0 @@
-def city():
-    return "Pariss"

@@ -1,6 +1,0 @@
-GRASS = "gren"
-SKY = "blue"
-
-
-def colour(thing):
-    return {"grass": GRASS, "sky": SKY}[thing]

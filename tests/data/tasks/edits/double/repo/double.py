@@ -1,2 +1,0 @@
-def double(number):
-    return number * 3

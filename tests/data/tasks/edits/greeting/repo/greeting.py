@@ -1,2 +1,0 @@
-def greeting(name):
-    return "Helo " + name

@@ -1,2 +1,0 @@
-def leap(year):
-    return year % 5 == 0

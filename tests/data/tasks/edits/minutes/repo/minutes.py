@@ -1,2 +1,0 @@
-def minutes(hours):
-    return hours * 24

@@ -1,5 +1,0 @@
-MONTHS = ["January", "Febuary", "March"]
-
-
-def month(number):
-    return MONTHS[number - 1]

@@ -1,2 +1,0 @@
-def price():
-    return 191

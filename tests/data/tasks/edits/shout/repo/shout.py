@@ -1,2 +1,0 @@
-def shout(text):
-    return text.lower()

@@ -1,2 +1,0 @@
-def smallest(values):
-    return sorted(values)[1]
