@@ -77,3 +77,10 @@ def test_equal_candidates_have_no_order_to_agree_on() -> None:
     other = agreement(grade, {"a": (CLEAN, Flags()), "b": (CASES, Flags())}, RUBRIC)
     assert mean_tau_b([equal, other]) == 1.0
     assert mean_tau_b([equal]) is None
+
+
+def test_known_tiers_leave_out_what_the_rubric_leaves_out() -> None:
+    grade = Grade(candidates={"a": given(Scores(1, 5, 5, 5, 5), Tier.T1)}, hacks={})
+    known = {"a": (Scores(1, 5, 5, 5, 5), Flags())}
+    assert agreement(grade, known, RUBRIC).tiers_right == 0
+    assert agreement(grade, known, RubricConfig(left_out=("approach",))).tiers_right == 1

@@ -173,3 +173,12 @@ def test_as_dict_names_what_the_audit_trail_records() -> None:
         "severe_process_issue": False,
         "unresolved_regression": False,
     }
+
+
+@pytest.mark.parametrize("name", Scores._fields)
+def test_candidates_that_differ_in_what_is_left_out_alone_are_tied(name: str) -> None:
+    without = RubricConfig(left_out=(name,))
+    low, high = Scores(4, 4, 4, 4, 4)._replace(**{name: 1}), Scores(4, 4, 4, 4, 4)._replace(**{name: 5})
+    assert rank_key(low, flags(), without) == rank_key(high, flags(), without)
+    assert rank_key(low, flags(), RUBRIC) > rank_key(high, flags(), RUBRIC)
+    assert rank_key(low, flags("test_workaround"), without)[0] == 2, "flags still count"

@@ -352,3 +352,14 @@ def test_the_rubrics_own_ranking_is_always_valid(scored: list[tuple[int, ...]]) 
     by_factor = sorted(grade.candidates.values(), key=lambda c: -c.factor)
     tiers = [c.tier.value for c in by_factor]
     assert tiers == sorted(tiers)
+
+
+def test_a_dimension_that_is_left_out_moves_neither_tier_nor_w_and_stays_on_record() -> None:
+    """(1,4,5,4,4) is T3 for its approach; with that as 5 all are at least 4: T1, W 1.5 + 1.0 + 1.0 + .6 + .4 = 4.5."""
+    answer = parse_judgement({"candidate": C, **one(1, 4, 5, 4, 4, evidence=(LINE,))})
+    assert judge_candidate(answer, OF_C, RUBRIC).tier is Tier.T3
+    judged = judge_candidate(answer, OF_C, RubricConfig(left_out=("approach",)))
+    assert (judged.tier, judged.scores) == (Tier.T1, (1, 4, 5, 4, 4))
+    assert judged.weighted == pytest.approx(4.5)
+    with pytest.raises(InvalidVerdict, match="points at nothing"):
+        judge_candidate(parse_judgement(one(1, 4, 5, 4, 4)), OF_C, RubricConfig(left_out=("approach",)))
