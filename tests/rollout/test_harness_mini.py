@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -91,6 +92,17 @@ async def test_it_solves_a_task_in_the_jail(gateway: Gateway, chat: ChatFormat, 
     # What follows a reply is exactly the observation, as the built-in loop would show it.
     first = chat.initial("", CODE.statement)
     assert payload.token_ids[: len(first)].tolist() == first
+
+
+async def test_fifty_at_once_are_token_exact(gateway: Gateway, chat: ChatFormat, harness: Harness) -> None:
+    engine = SamplingEngine([i for i in range(5, 290) if i not in chat.stop_ids])
+    results = await asyncio.gather(
+        *(episode(gateway, chat, engine, harness=harness, name=f"g{i}/0.0", max_turns=3, wall_s=500) for i in range(50))
+    )
+    for index, (trajectory, payload, _) in enumerate(results):
+        assert (trajectory.status, trajectory.turns, trajectory.drift) == (Status.TURN_LIMIT, 3, 0), trajectory
+        assert payload is not None
+        check_exact(payload, engine, f"g{index}/0.0")
 
 
 async def test_its_tool_calls_are_rendered_by_the_template(
