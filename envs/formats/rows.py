@@ -54,7 +54,8 @@ def _read_parquet(file: Path) -> Iterator[Mapping[str, Any]]:
     try:
         with parquet.ParquetFile(file) as table:
             for part in table.iter_batches(batch_size=64):
-                yield from part.to_pylist()
+                for row in part.to_pylist():
+                    yield {name: value for name, value in row.items() if value is not None}  # a column that others have
     except (OSError, ValueError) as error:  # pyarrow's own errors derive from these
         raise ConfigError(f"{file}: cannot be read as parquet ({error})") from None
 
