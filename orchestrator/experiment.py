@@ -252,7 +252,8 @@ def remaining(experiment: Experiment, cells: Sequence[Cell]) -> Remaining:
     left = [cell for cell in cells if experiment.state(cell) is not CellState.DONE]
     seconds: dict[str, float] = {}
     for row in read_jsonl(experiment.folder / CELLS):
-        seconds[row["cell"]] = seconds.get(row["cell"], 0.0) + row["seconds"]
+        if not row["exit_code"]:  # what failed says nothing of the others; what was stopped was gone on with
+            seconds[row["cell"]] = seconds.get(row["cell"], 0.0) + row["seconds"]
     done = [seconds[c.name] for c in experiment.cells if c.name in seconds and experiment.state(c) is CellState.DONE]
     if done:
         minutes: float | None = sum(done) / len(done) / 60.0

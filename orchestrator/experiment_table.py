@@ -52,7 +52,8 @@ def collect(experiment: Experiment) -> dict[str, Any]:
     states = []
     for cell in experiment.cells:
         state = experiment.state(cell)
-        states.append({"cell": cell.name, "arm": cell.arm, "seed": cell.seed, "state": state.value})
+        if state is not CellState.NEW or cell.arm in (config.run or config.arms):
+            states.append({"cell": cell.name, "arm": cell.arm, "seed": cell.seed, "state": state.value})
         if state is CellState.DONE:
             found[cell.arm, cell.seed] = read_evaluation(experiment.evaluation_file(cell.name))
             runs[cell.arm, cell.seed] = read_jsonl(cell.run_dir / METRICS)

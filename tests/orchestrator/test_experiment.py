@@ -145,6 +145,7 @@ def test_a_whole_experiment_seed_by_seed_and_its_table(file: Path) -> None:
     assert apart["against"] == "outcome" and apart["heldout"]["avg@3"]["value"] == pytest.approx(3 / 12)
     assert apart["heldout"]["T1 of graded passes"]["value"] == pytest.approx(-1 / 2)
     assert result["start"]["avg@3"]["value"] == 0.0
+    assert len(result["cells"]) == 4, "the arm that nobody asked for is not missing"
     cost = result["cost"]["outcome"]
     assert cost["tokens"] == pytest.approx(4 * 10 * 50.0) and cost["pass_rate"] == pytest.approx(0.25)
     text = (experiment.folder / "table.md").read_text()
@@ -172,6 +173,11 @@ def test_what_is_complete_is_left_alone_and_what_is_half_done_goes_on(file: Path
     ]
     left = remaining(experiment, experiment.chosen(everything=True))
     assert left.cells == 2 and left.hours is not None and "mean of the 4" in left.basis
+    with (experiment.folder / "cells.jsonl").open("w") as out:
+        for phase, seconds, code in (("train", 9000, 1), ("train", 60, None), ("train", 240, 0), ("eval", 60, 0)):
+            out.write(json.dumps({"cell": "outcome-s2", "phase": phase, "seconds": seconds, "exit_code": code}) + "\n")
+    left = remaining(experiment, experiment.chosen(everything=True))
+    assert left.hours == pytest.approx(2 * 6 / 60), "two cells of six minutes: what failed does not count"
 
 
 def test_a_cell_of_another_configuration_is_refused_by_key(file: Path) -> None:
