@@ -39,7 +39,8 @@ def tampered(
     They are the task's test files, the places of the hidden ones, what Python would import in the place of either, and
     what steers tests from outside of them, new or not: configuration of test runners, `__init__.py` in folders of tests
     that had none, modules that Python imports by itself, ones named like the standard library or like test runners,
-    and the entry points by which pytest finds plugins. New tests are a patch's own business. Configuration that the reference patch changes is what the task is about.
+    and the entry points by which pytest finds plugins. New tests are a patch's own business. Configuration that the
+    reference patch changes is what the task is about.
 
     Args:
         base: paths of the base, where `task.files` does not hold them.

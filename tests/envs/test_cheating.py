@@ -242,7 +242,8 @@ CHEATS = {
                          tampered=("json.py", "linecache.py")),
     "runner_module": Cheat(files={"pytest.py": PASS_ALL, "_pytest/__init__.py": "", "pluggy.py": PASS_ALL},
                            tampered=("_pytest/__init__.py", "pluggy.py", "pytest.py")),
-    "plugin": Cheat(files={"x-1.dist-info/entry_points.txt": "[pytest11]\nx = shop.core\n", "x-1.dist-info/METADATA": "",
+    "plugin": Cheat(files={"x-1.dist-info/entry_points.txt": "[pytest11]\nx = shop.core\n",
+                           "x-1.dist-info/METADATA": "",
                            "src/y.egg-info/entry_points.txt": "[pytest11]\ny = y\n", ".pytest.toml": ""},
                     tampered=(".pytest.toml", "src/y.egg-info/entry_points.txt", "x-1.dist-info/entry_points.txt")),
     "byte_code": Cheat(command="mkdir shop/__pycache__; > .git/info/exclude; "

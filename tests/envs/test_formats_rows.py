@@ -84,7 +84,8 @@ def test_a_parquet_file_gives_the_same_records_as_json_lines(tmp_path: Path) -> 
     from pyarrow import parquet
 
     file = tmp_path / "rows.parquet"
-    flat = [{key: json.dumps(v) if isinstance(v, list) else v for key, v in row.items()} for row in ROWS]
+    columns = {key: None for row in ROWS for key in row}  # else pyarrow takes those of the first row
+    flat = [{**columns, **{k: json.dumps(v) if isinstance(v, list) else v for k, v in row.items()}} for row in ROWS]
     parquet.write_table(pyarrow.Table.from_pylist(flat), file, row_group_size=2)
     there, here = read_listing(source(str(file))), read_listing(source(str(DATA)))
     assert [record.task for record in there.records] == [record.task for record in here.records]
