@@ -21,6 +21,7 @@ from infra.pool import ActorPool
 from infra.sinks import JsonlFile
 from orchestrator.audit_sheet import Agreement, agree, read_answers, write_sheet
 from orchestrator.blind_audit import (
+    SIDES,
     Audit,
     AuditFigures,
     Judgements,
@@ -181,7 +182,7 @@ def _write(path: Path, audit: Audit, figures: Mapping[str, AuditFigures], agreem
 
 
 def _table(audit: Audit, judge: str, found: AuditFigures) -> Table:
-    a, b = audit.names["a"], audit.names["b"]
+    a, b = (Path(audit.names[side]).name for side in SIDES)
     title = (
         f"{a} against {b}, judged by {judge}; {found.judged} tasks, {found.both} with passes of both; 95 % intervals"
     )

@@ -171,7 +171,9 @@ def curves(arms: Mapping[str, Sequence[RunData]]) -> list[Chart | None]:
             )
             for arm, members in arms.items()
         }
-        charts.append(band_chart(panel.title, _some(series), colors=colors, low=0.0 if panel.share else None))
+        flat = panel.share and not any(point[3] for line in series.values() for point in line)
+        low, high = (0.0 if panel.share else None), (1.0 if flat else None)
+        charts.append(band_chart(panel.title, _some(series), colors=colors, low=low, high=high))
     return charts
 
 
