@@ -688,12 +688,18 @@ def models(config: RunConfig) -> Iterator[Problem]:
     )
 
 
+def _recipe_of(folder: Path) -> Path | None:
+    """The recipe of a warm-up checkpoint, where one is shipped beside its place."""
+    recipe = folder.parent.parent / "sft" / f"{folder.name}.yaml"
+    return recipe if folder.parent.name == "checkpoints" and os.path.isfile(recipe) else None
+
+
 def _folder(config: RunConfig, key: str, engine: EngineConfig | None) -> Iterator[Problem]:
     folder = Path(str(value_at(config, key)))
     if not os.path.isdir(folder):  # unlike Path.is_dir, false for a path that is too long
-        yield _problem(
-            config, key, "no such folder; give a checkpoint in Hugging Face format (relative to the configuration file)"
-        )
+        made = f"; `gagar sft {recipe}` makes it" if (recipe := _recipe_of(folder)) is not None else ""
+        wanted = "give a checkpoint in Hugging Face format (relative to the configuration file)"
+        yield _problem(config, key, f"no such folder{made or '; ' + wanted}")
         return
     if missing := missing_files(folder):
         yield _problem(config, key, f"lacks {', '.join(missing)}; give a complete checkpoint folder")

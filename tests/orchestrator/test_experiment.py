@@ -253,6 +253,13 @@ async def test_a_child_that_is_stopped_gets_a_sigterm_and_ends(tmp_path: Path) -
     assert await child([sys.executable, "-c", "raise SystemExit(7)"], log, said.append) == 7
 
 
+def test_a_start_policy_that_is_not_there_names_what_makes_it(file: Path) -> None:
+    (file.parent / "sft").mkdir()
+    (file.parent / "sft" / "rough.yaml").write_text("output: ../checkpoints/rough\n")
+    with pytest.raises(ConfigError, match=r"rough: no such folder; `gagar sft .*/sft/rough\.yaml` makes it"):
+        open_experiment(file, "set=[engine.model=checkpoints/rough, learner.model=checkpoints/rough]")
+
+
 def test_the_shipped_comparison_is_whole() -> None:
     """The published arms (M4.6), each a mode and nothing else; crossings differ from their counterpart in one key."""
     root = Path(__file__).parents[2] / "configs"
