@@ -15,7 +15,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-FINISH_S = 60
+FINISH_S = 30
 """For what is left when the run's process is gone."""
 
 
