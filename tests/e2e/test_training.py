@@ -1,7 +1,8 @@
-"""The real thing, small: a run that is killed between steps and resumed, looked at through the files it leaves."""
+"""The real thing, small: a run that is killed and resumed, then loses its learner, looked at through its files."""
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import json
 import os
@@ -40,7 +41,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run killed with SIGKILL after its first checkpoint, then resumed to its end."""
+    """A run killed with SIGKILL after its first checkpoint, resumed, whose learner is killed after one step more."""
     output = tmp_path_factory.mktemp("runs")
     command = (*COMMAND, f"output={output}")
     environ = {**os.environ, **SECRETS}
@@ -59,9 +60,24 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         first.wait()
         killed_after = len(lines(run / "metrics.jsonl"))
         assert 1 <= killed_after < STEPS, "the kill must fall between steps"
-        resumed = subprocess.run((*command, "--resume"), cwd=ROOT, stdout=out, stderr=out, timeout=400, env=environ)
-    assert resumed.returncode == 0, log.read_text()
+        resumed = subprocess.Popen((*command, "--resume"), cwd=ROOT, stdout=out, stderr=out, env=environ)
+        deadline = time.monotonic() + 400.0
+        while len(lines(run / "metrics.jsonl")) == killed_after:
+            assert resumed.poll() is None and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.2)
+        (learner,) = named(resumed.pid, "Learner")
+        learner.kill()
+        assert resumed.wait(timeout=400.0) == 0, log.read_text()
     return run
+
+
+def named(pid: int, word: str) -> list[psutil.Process]:
+    """What a process has started and that has the word in its name."""
+    found = []
+    for one in psutil.Process(pid).children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            found += [one] if word in one.name() else []
+    return found
 
 
 def listeners(pid: int) -> set[tuple[str, str]]:
@@ -93,6 +109,13 @@ def test_no_file_and_no_line_of_a_run_holds_a_secret_of_its_environment(run_dir:
 
 def test_the_resumed_run_has_every_step_once(run_dir: Path) -> None:
     assert [m["step"] for m in lines(run_dir / "metrics.jsonl")] == list(range(1, STEPS + 1))
+
+
+def test_a_lost_learner_starts_again_inside_the_run(run_dir: Path) -> None:
+    log = (run_dir.parent / "log.txt").read_text()
+    assert log.count("the learner was lost") == 1
+    assert lines(run_dir / "metrics.jsonl")[-1]["restarts/learner"] == 1
+    assert log.count("policy engine ready") == 2, "engines stay: they start once in each process"
 
 
 def test_no_group_is_trained_twice(run_dir: Path) -> None:
