@@ -71,6 +71,15 @@ def ping(run: Any) -> None:
         raise RuntimeError("its service does not answer")
 
 
+def finish(run: Any) -> None:
+    """All of it, as far as its files: `Run.finish` can return before the service has written a line of them, and the
+    service ends with this process."""
+    import wandb
+
+    run.finish()
+    wandb.teardown()
+
+
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # W&B prints
@@ -90,7 +99,7 @@ def main() -> None:
             elif kind == "ping":
                 ping(run)
             else:
-                run.finish()
+                finish(run)
         except Exception as e:  # the one place where W&B's failures end
             answer = {"error": f"{type(e).__name__}: {e}", "fatal": kind == "start"}
         print(json.dumps(answer), file=answers, flush=True)
@@ -98,7 +107,7 @@ def main() -> None:
             os._exit(0)  # W&B's own exit would wait for its service
     if run is not None:
         signal.alarm(FINISH_S)
-        run.finish()
+        finish(run)
 
 
 if __name__ == "__main__":
