@@ -27,7 +27,6 @@ ROOT = Path(__file__).parents[2]
 SHM = Path("/dev/shm")
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _PR_SET_CHILD_SUBREAPER = 36
-_PR_SET_PDEATHSIG = 1
 
 LINGERS = "ray node agent"
 """Two processes a node that look every 2 s whether their raylet is there, leave at the fifth time that it is not, and
@@ -148,11 +147,6 @@ def wait_for(condition: Callable[[], bool], timeout_s: float, every_s: float = 0
     return True
 
 
-def _end_with_harness() -> None:
-    """In the new process: SIGTERM for it where the harness is killed, which would leave it running for ever."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-
-
 class Driven:
     """One session of a run. Its output goes to a file; the harness owns all its processes."""
 
@@ -173,8 +167,8 @@ class Driven:
             stderr=self._out,
             start_new_session=True,
             env={**os.environ, **(environment or {}), "TMPDIR": str(self.temp), "PYTHONUNBUFFERED": "1"},
-            preexec_fn=_end_with_harness,
         )
+
         _started.add(self.process.pid)
 
     @property
