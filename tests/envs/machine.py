@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -68,11 +69,14 @@ def start(
 
 
 def stop(group: int) -> None:
-    """End a machine with everything in it."""
+    """End a machine with everything in it: a signal is on its way for a moment."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)
     with contextlib.suppress(ChildProcessError):
         os.waitpid(group, 0)
+    deadline_s = time.monotonic() + 30.0
+    while runs(group) and time.monotonic() < deadline_s:
+        time.sleep(0.01)
 
 
 def runs(group: int) -> bool:
