@@ -102,7 +102,10 @@ def told(file: Path, override: str) -> str:
             "engine=fast",
             "engine = fast: must be a section (model, replicas, dtype, device, max_model_len, max_num_seqs",
         ),
-        ("eval=false", "must be a section (source, tasks, samples, seed, before, after, ...) or null; write eval: null"),
+        (
+            "eval=false",
+            "must be a section (source, tasks, samples, seed, before, after, ...) or null; write eval: null",
+        ),
         ("grader=off", "style, repair_rounds, reference_patch, ...) or null; write grader: null"),
         ("grader.backend=vllm", "must be a section with type: 'vllm' or 'endpoint'; write it as `key: value` lines"),
         (
