@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from small_llama import VOCAB, save_small_llama
 
 from configs.schema import (
     Aggregation,
@@ -40,7 +41,6 @@ from rollout.trajectory import Payload, Status, Trajectory, Transcript
 
 pytestmark = pytest.mark.e2e
 
-VOCAB = 48
 TEMPERATURE = 0.8
 ONE_ROW, FOUR_ROWS = 300, 64
 CHUNK = 11
@@ -63,21 +63,8 @@ class Rolled:
 @pytest.fixture(scope="module")
 def start_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A random 2-layer Llama with tied embeddings, as an HF folder with a stand-in tokenizer file."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.1,
-        tie_word_embeddings=True,
-    )
     folder = tmp_path_factory.mktemp("model")
-    LlamaForCausalLM(config).save_pretrained(folder)
+    save_small_llama(folder)
     (folder / "tokenizer.json").write_text("{}")
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     return str(folder)

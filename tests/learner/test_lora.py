@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from small_llama import LAYERS, VOCAB, save_small_llama
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from configs.schema import EngineConfig, LearnerConfig, LoraConfig, LossConfig, OptimizerConfig
@@ -25,27 +26,14 @@ from rollout.trajectory import Payload
 
 pytestmark = pytest.mark.e2e
 
-VOCAB = 48
 LORA = LoraConfig(rank=3, alpha=12.0, target_modules=("q_proj", "o_proj", "down_proj"))
 SCALE = 12.0 / 3
-LAYERS = 2
 
 
 @pytest.fixture(scope="module")
 def start_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.1,
-        tie_word_embeddings=True,
-    )
     folder = tmp_path_factory.mktemp("model")
-    LlamaForCausalLM(config).save_pretrained(folder)
+    save_small_llama(folder)
     return str(folder)
 
 
