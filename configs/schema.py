@@ -403,7 +403,7 @@ class StartedSandbox(Section):
 
 
 class DockerSandbox(StartedSandbox):
-    """Containers of docker or podman on the worker's host (SWE-ReX DockerDeployment)."""
+    """Containers of docker or podman on the worker's host and a SWE-ReX server in each."""
 
     type: Literal["docker"]
     image: NonEmpty
