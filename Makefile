@@ -45,7 +45,7 @@ format: setup ## Let ruff mend what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: setup ## Write docs/configuration.md anew from configs/schema.py
+docs: setup ## Write docs/configuration.md anew from configs/schema/
 	$(BIN)/python -m configs.reference docs/configuration.md
 
 clean: ## Remove caches (runs and .venv stay)

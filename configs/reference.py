@@ -15,13 +15,13 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from configs import schema
 from configs.problems import sections_of, show
+from configs.schema import RunConfig, Section
 
 INTRODUCTION = """\
 # Configuration
 
-<!-- Written by `make docs` from configs/schema.py; edit the docstrings there. -->
+<!-- Written by `make docs` from configs/schema/; edit the docstrings there. -->
 
 A run is one YAML file. Start from one in `configs/`; change single keys on the command line:
 
@@ -42,7 +42,6 @@ Rules such as M3.2 are explained in [method.md](method.md).
 
 def render() -> str:
     """The whole page."""
-    documents = field_documents()
     parts = [INTRODUCTION]
     for section, paths in _sections().items():
         where = ", ".join(f"`{path}`" for path in paths) or "top level"
@@ -50,32 +49,30 @@ def render() -> str:
         if section.__doc__:
             parts.append(f"{inspect.cleandoc(section.__doc__)}\n")
         parts.append("| key | value | default | meaning |\n|---|---|---|---|")
+        documents = field_documents(section)
         for name, field in section.model_fields.items():
-            meaning = documents.get(section.__name__, {}).get(name) or _meaning(name, field)
+            meaning = documents.get(name) or _meaning(name, field)
             cells = (f"`{name}`", _value(field), _default(field), meaning)
             parts.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         parts.append("")
     return "\n".join(parts).replace("\n\n\n", "\n\n").rstrip() + "\n"
 
 
-def field_documents() -> dict[str, dict[str, str]]:
-    """Class name -> field -> its docstring in one line, inherited ones included."""
-    tree = ast.parse(Path(schema.__file__).read_text(encoding="utf-8"))
-    documents: dict[str, dict[str, str]] = {}
-    for node in tree.body:
-        if not isinstance(node, ast.ClassDef):
+def field_documents(section: type[BaseModel]) -> dict[str, str]:
+    """Field -> its docstring in one line, inherited ones included."""
+    documents: dict[str, str] = {}
+    for base in reversed(section.__mro__):
+        if not issubclass(base, Section):
             continue
-        own: dict[str, str] = {}
-        for base in node.bases:
-            own |= documents.get(ast.unparse(base), {})
+        (node,) = ast.parse(inspect.getsource(base)).body
+        assert isinstance(node, ast.ClassDef)
         for field, after in zip(node.body, node.body[1:], strict=False):
             if (
                 isinstance(field, ast.AnnAssign)
                 and isinstance(after, ast.Expr)
                 and isinstance(after.value, ast.Constant)
             ):
-                own[ast.unparse(field.target)] = " ".join(str(after.value.value).split())
-        documents[node.name] = own
+                documents[ast.unparse(field.target)] = " ".join(str(after.value.value).split())
     return documents
 
 
@@ -99,7 +96,7 @@ def _sections() -> dict[type[BaseModel], list[str]]:
             for inner in sections_of(field.annotation):
                 visit(inner, f"{path}.{name}{star}" if path else f"{name}{star}")
 
-    visit(schema.RunConfig, "")
+    visit(RunConfig, "")
     return found
 
 

@@ -10,7 +10,7 @@ from checkpoint_folders import write_model
 from configs.check import load_run
 from configs.problems import known_keys
 from configs.reference import field_documents, render
-from configs.schema import AdvantageMode, RunConfig
+from configs.schema import AdvantageMode, ArithSource, RunConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs"
@@ -78,4 +78,4 @@ def test_every_key_is_explained() -> None:
 
 
 def test_inherited_docstrings_reach_the_page() -> None:
-    assert field_documents()["ArithSource"]["groups_per_step"].startswith("B_i: groups of this source")
+    assert field_documents(ArithSource)["groups_per_step"].startswith("B_i: groups of this source")
