@@ -34,8 +34,15 @@ class JailSandbox(Section):
 
 
 class StartedSandbox(Section):
-    """What all sandboxes have that some service starts."""
+    """What all sandboxes have that are started for a task, of an image."""
 
+    image: NonEmpty
+    """Image with bash, git and what the tasks need; tasks that name one of their own get that."""
+    start_timeout_s: PositiveFloat = 600.0
+    """A sandbox that is not up by then counts as lost. The first start of an image takes longest: it is pulled, and
+    Modal and Daytona make one of their own from it."""
+    lifetime_s: PositiveFloat = 7200.0
+    """A sandbox ends after this long, whatever becomes of the worker; it must outlast limits.wall_s."""
     start_retries: NonNegativeInt = 3
     """How often a start is tried again, after waits that grow, where the service had no room or did not answer in time.
     An image that does not exist is never asked for twice."""
@@ -48,17 +55,12 @@ class DockerSandbox(StartedSandbox):
     """Containers of docker or podman on the worker's host and a SWE-ReX server in each."""
 
     type: Literal["docker"]
-    image: NonEmpty
-    """Image with bash, git and what the tasks need; tasks that name one of their own get that."""
     runtime: Literal["docker", "podman"] = "docker"
     """Container program on the worker's host."""
     server_image: NonEmpty | None = None
     """Image of SWE-ReX's server and its Python (infra/docker/Dockerfile.server), which containers see read-only; null:
     images have `swerex-remote` themselves, or a Python and a way to PyPI."""
     start_timeout_s: PositiveFloat = 300.0
-    """A sandbox that is not up by then counts as lost (the first start pulls the image)."""
-    lifetime_s: PositiveFloat = 7200.0
-    """A container ends by itself after this long, whatever becomes of the worker; it must outlast limits.wall_s."""
     docker_args: tuple[str, ...] = (
         "--cap-drop=ALL",
         "--security-opt=no-new-privileges",
@@ -75,15 +77,9 @@ class ModalSandbox(StartedSandbox):
     """Sandboxes of modal.com."""
 
     type: Literal["modal"]
-    image: NonEmpty
-    """Image with bash, git and what the tasks need; tasks that name one of their own get that."""
     server_image: NonEmpty | None = None
     """Image of SWE-ReX's server and its Python (infra/docker/Dockerfile.server), which goes into Modal's images; null:
     it is installed there with apt and pipx."""
-    start_timeout_s: PositiveFloat = 600.0
-    """A sandbox that is not up by then counts as lost (the first start of an image builds Modal's own from it)."""
-    lifetime_s: PositiveFloat = 7200.0
-    """Modal ends a sandbox after this long, whatever becomes of the worker; it must outlast limits.wall_s."""
     cpus: PositiveFloat = 1.0
     """Processors of one sandbox."""
     memory_mib: PositiveInt = 1024
@@ -96,14 +92,8 @@ class FargateSandbox(StartedSandbox):
     """Tasks of AWS Fargate (SWE-ReX FargateDeployment); needs AWS credentials in the worker's environment or role."""
 
     type: Literal["fargate"]
-    image: NonEmpty
-    """Image with bash, git and what the tasks need; tasks that name one of their own get that."""
     cluster: NonEmpty = "swe-rex-cluster"
     """Name of the ECS cluster; it is made if there is none."""
-    start_timeout_s: PositiveFloat = 600.0
-    """A sandbox that is not up by then counts as lost."""
-    lifetime_s: PositiveFloat = 7200.0
-    """A task ends after this long, whatever becomes of the worker; it must outlast limits.wall_s."""
     cpus: Literal[1, 2, 4, 8, 16] = 1
     """Processors of one task (vCPU)."""
     memory_mib: Annotated[PositiveInt, Field(ge=2048)] = 2048
@@ -124,10 +114,6 @@ class DaytonaSandbox(StartedSandbox):
     """Environment variable that holds the key."""
     target: NonEmpty | None = None
     """Region; null: the organisation's own."""
-    start_timeout_s: PositiveFloat = 600.0
-    """A sandbox that is not up by then counts as lost (the first start of an image makes Daytona's snapshot of it)."""
-    lifetime_s: PositiveFloat = 7200.0
-    """Daytona destroys a sandbox after this long, whatever becomes of the worker; it must outlast limits.wall_s."""
     cpus: PositiveInt = 1
     """Processors of one sandbox."""
     memory_gib: PositiveInt = 1
@@ -142,8 +128,6 @@ class KubernetesSandbox(StartedSandbox):
     """A pod for each sandbox (docs/security.md)."""
 
     type: Literal["kubernetes"]
-    image: NonEmpty
-    """Image with bash, git and what the tasks need; tasks that name one of their own get that."""
     server_image: NonEmpty | None = None
     """Image of SWE-ReX's server and its Python (infra/docker/Dockerfile.server), which each pod gets a copy of; null:
     images have `swerex-remote` themselves, or a Python and a way to PyPI."""
@@ -155,10 +139,6 @@ class KubernetesSandbox(StartedSandbox):
     reach: Literal["pod", "api"] = "pod"
     """How the worker talks to a pod: by its address, or through the API server where the pods' network is not the
     worker's own."""
-    start_timeout_s: PositiveFloat = 600.0
-    """A pod that is not up by then is deleted and counts as lost (the first start on a node pulls the image)."""
-    lifetime_s: PositiveFloat = 7200.0
-    """Kubernetes ends a pod after this long, whatever becomes of the worker; it must outlast limits.wall_s."""
     cpus: PositiveFloat = 1.0
     """Processors of one pod, asked for and at most."""
     memory_mib: PositiveInt = 1024
