@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 from checkpoint_folders import write_model
+from pydantic import BaseModel
 
+from configs import schema
 from configs.check import load_run
-from configs.problems import known_keys
+from configs.problems import known_keys, sections_of
 from configs.reference import field_documents, render
-from configs.schema import AdvantageMode, ArithSource, RunConfig
+from configs.schema import AdvantageMode, ArithSource, DaytonaSandbox, DockerSandbox, RunConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs"
@@ -79,3 +81,17 @@ def test_every_key_is_explained() -> None:
 
 def test_inherited_docstrings_reach_the_page() -> None:
     assert field_documents(ArithSource)["groups_per_step"].startswith("B_i: groups of this source")
+    docker, daytona = field_documents(DockerSandbox), field_documents(DaytonaSandbox)
+    assert docker["start_timeout_s"] == daytona["start_timeout_s"], "another default keeps what the key means"
+    assert "git, swe-rex" in daytona["image"] and "git, swe-rex" not in docker["image"]
+
+
+def test_every_section_has_its_name_in_one_place() -> None:
+    sections: set[type[BaseModel]] = {RunConfig}
+    left = [*sections]
+    while left:
+        found = {s for field in left.pop().model_fields.values() for s in sections_of(field.annotation)} - sections
+        sections |= found
+        left += found
+    assert len(sections) > 40
+    assert {section.__name__ for section in sections} - set(schema.__all__) == set()
