@@ -3,7 +3,8 @@
 A quantity is a ratio of sums over a grid [S, T] of seeds and tasks: passes over trajectories, tier-1 passes over
 passes, turns over trajectories. Every draw takes S seeds and T tasks with replacement, the same tasks for every seed.
 So an interval says how much another choice of tasks and of seeds would have moved the figure; with one seed (S = 1),
-tasks alone.
+tasks alone. Where a figure rests on one task or two, or in several seeds on one of them, draws say nothing of another
+choice: it has no interval, rather than one of no width.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ Grid = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """A figure and the interval that holds 95 % of its bootstrap draws; the ends are None where no draw had one."""
+    """A figure and the interval that holds 95 % of its bootstrap draws; the ends are None where there is one task, or
+    where more than 5 % of the draws took nothing that the figure is of."""
 
     value: float
     low: float | None
@@ -43,7 +45,7 @@ def ratio(parts: Grid, wholes: Grid) -> Estimate | None:
     if not (total := float(wholes.sum())):
         return None
     draws = _ratios(parts, wholes, *_weights(parts.shape))
-    return _estimate(float(parts.sum()) / total, draws)
+    return _estimate(float(parts.sum()) / total, draws, tasks=parts.shape[1])
 
 
 def difference(parts: Grid, wholes: Grid, other_parts: Grid, other_wholes: Grid) -> Estimate | None:
@@ -54,7 +56,7 @@ def difference(parts: Grid, wholes: Grid, other_parts: Grid, other_wholes: Grid)
     weights = _weights(parts.shape)
     draws = _ratios(parts, wholes, *weights) - _ratios(other_parts, other_wholes, *weights)
     value = float(parts.sum()) / float(wholes.sum()) - float(other_parts.sum()) / float(other_wholes.sum())
-    return _estimate(value, draws)
+    return _estimate(value, draws, tasks=parts.shape[1])
 
 
 def pass_at_k(passes: int, samples: int, k: int) -> float:
@@ -108,9 +110,9 @@ def _ratios(parts: Grid, wholes: Grid, seeds: Grid, tasks: Grid) -> npt.NDArray[
         return np.where(below > 0.0, above / below, np.nan)
 
 
-def _estimate(value: float, draws: npt.NDArray[np.float64]) -> Estimate:
+def _estimate(value: float, draws: npt.NDArray[np.float64], *, tasks: int) -> Estimate:
     known = draws[~np.isnan(draws)]
-    if known.size == 0:
+    if tasks < 2 or known.size < LEVEL * draws.size:
         return Estimate(value=value, low=None, high=None)
     tail = 100.0 * (1.0 - LEVEL) / 2.0
     low, high = np.percentile(known, [tail, 100.0 - tail]).tolist()

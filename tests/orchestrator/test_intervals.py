@@ -58,6 +58,23 @@ def test_seeds_that_disagree_widen_an_interval() -> None:
     assert narrow.low == pytest.approx(0.5) and wide.low is not None and wide.low < 0.3
 
 
+def test_a_figure_of_one_task_or_two_or_of_one_seed_has_no_interval() -> None:
+    """Draws of what is there once all say the same: an interval of no width would look like certainty."""
+    ones = np.ones((1, 60))
+    for informed, known in ((1, False), (2, False), (4, True)):
+        wholes = np.zeros((1, 60))
+        wholes[0, :informed] = 1.0
+        share, apart = ratio(wholes, wholes), difference(wholes, wholes, ones * 0.2, ones)
+        for found, value in ((share, 1.0), (apart, 0.8)):
+            assert found is not None and found.value == pytest.approx(value)
+            assert (found.low is not None) == (found.high is not None) == known, informed
+            assert found.clear_of_zero == known
+    alone = ratio(np.ones((3, 1)), np.ones((3, 1)))
+    assert alone is not None and alone.value == 1.0 and alone.low is None, "of one task"
+    half = np.vstack([np.ones((1, 60)), np.zeros((1, 60))])
+    assert (seed := ratio(half, half)) is not None and seed.low is None, "one seed of two has it at all"
+
+
 def test_kappa_by_hand() -> None:
     # 8 of 10 agree; chance alone: .5 x .5 + .5 x .5
     first = ["a"] * 5 + ["b"] * 5
