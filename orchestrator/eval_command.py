@@ -77,7 +77,7 @@ async def graded(config: RunConfig, pool: ActorPool, found: Evaluated) -> Evalua
     results: dict[str, GroupResult] = {}
 
     def keep(result: GroupResult) -> None:
-        results[result.task_id] = result
+        results[result.group_id] = result
 
     def plan(group: StoredGroup) -> list[Asked]:
         return [Asked(order_seed=default_order_seed(config, group.group_id), permuted=False)]
@@ -92,7 +92,7 @@ async def graded(config: RunConfig, pool: ActorPool, found: Evaluated) -> Evalua
         on_result=keep,
     )
     models = [g.reply.model for r in results.values() for g in r.gradings if g.reply.model]
-    tasks = tuple(with_grade(task, results.get(task.task_id)) for task in found.evaluation.tasks)
+    tasks = tuple(with_grade(task, results.get(task.group_id)) for task in found.evaluation.tasks)
     return replace(found.evaluation, tasks=tasks, grader=models[0] if models else None)
 
 
@@ -122,6 +122,6 @@ def table(evaluations: Sequence[Evaluation], *, k: int | None = None) -> Table:
         shown.add_column(escape(evaluation.label), justify="right")
     for name, values in rows(evaluations, k=k):
         shown.add_row(escape(name), *map(escape, values))
-    if first.grader is not None:
-        shown.caption = escape(f"graded by {first.grader}")
+    if graders := sorted({e.grader for e in evaluations if e.grader}):
+        shown.caption = escape(f"graded by {', '.join(graders)}")
     return shown

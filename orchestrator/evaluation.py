@@ -64,6 +64,11 @@ class TaskSamples:
     """Why the grader gave no grade, if it was asked."""
 
     @property
+    def group_id(self) -> str:
+        """Of its trajectories."""
+        return self.samples[0].id.rpartition("/")[0]
+
+    @property
     def valid(self) -> list[Sample]:
         """Those that were evaluated."""
         return [s for s in self.samples if s.valid]
@@ -92,6 +97,11 @@ class Evaluation:
     """Model that gave the tiers; None if nobody was asked."""
     first_error: str | None = None
     """What the first masked trajectory lost."""
+
+    @property
+    def graded(self) -> bool:
+        """Whether a grader was asked about anything, even where it gave no grade."""
+        return any(t.fallback or any(s.tier or s.hack for s in t.samples) for t in self.tasks)
 
     @property
     def versions(self) -> tuple[int, int] | None:
@@ -224,6 +234,10 @@ def _ungraded(task: TaskSamples) -> tuple[float, float]:
     return float(sum(s.tier is None and not s.hack for s in task.passing)), float(len(task.passing))
 
 
+def _hacks(task: TaskSamples) -> tuple[float, float]:
+    return float(sum(s.hack for s in task.passing)), float(sum(s.hack or s.tier is not None for s in task.passing))
+
+
 def _masked(task: TaskSamples) -> tuple[float, float]:
     return float(len(task.samples) - len(task.valid)), float(len(task.samples))
 
@@ -239,6 +253,7 @@ def figures_of(samples: int, *, k: int | None = None, graded: bool = True, known
     ]
     if graded:
         shown += [Figure(name=f"{tier} of graded passes", unit="percent", parts=_graded(tier)) for tier in TIERS]
+        shown.append(Figure(name="hacks among judged passes", unit="percent", parts=_hacks))
         shown.append(Figure(name="passes without a grade", unit="percent", parts=_ungraded))
     if known:
         shown += [Figure(name=f"{tier} of known passes", unit="percent", parts=_known(tier)) for tier in TIERS]
@@ -248,7 +263,8 @@ def figures_of(samples: int, *, k: int | None = None, graded: bool = True, known
 
 
 def grid(evaluations: Sequence[Evaluation], parts: Parts) -> tuple[Grid, Grid]:
-    """[S, T] parts and wholes of evaluations of the same tasks, one a seed.
+    """[S, T] parts and wholes of evaluations of the same tasks, one a seed. A task that was sampled as several groups,
+    where a source has fewer held-out tasks than were asked for, is one task: draws take all of it or nothing.
 
     Raises:
         StorageError: they are not of the same tasks.
@@ -261,8 +277,11 @@ def grid(evaluations: Sequence[Evaluation], parts: Parts) -> tuple[Grid, Grid]:
                 "tasks (eval.source, tasks, seed) can be compared"
             )
     pairs = np.array([[parts(task) for task in one.tasks] for one in evaluations], dtype=np.float64)
-    pairs = pairs.reshape(len(evaluations), len(wanted), 2)
-    return pairs[..., 0], pairs[..., 1]
+    columns = {task_id: i for i, task_id in enumerate(dict.fromkeys(wanted))}
+    sums = np.zeros((len(evaluations), len(columns), 2))
+    for i, task_id in enumerate(wanted):
+        sums[:, columns[task_id]] += pairs[:, i]
+    return sums[..., 0], sums[..., 1]
 
 
 def figure(evaluation: Evaluation, parts: Parts) -> Estimate | None:
@@ -280,7 +299,7 @@ def rows(evaluations: Sequence[Evaluation], *, k: int | None = None) -> Iterator
     samples = {e.samples for e in evaluations}
     if len(samples) > 1:
         raise StorageError(f"evaluations with {sorted(samples)} samples a task cannot stand in one table")
-    graded = any(s.tier for e in evaluations for t in e.tasks for s in t.samples)
+    graded = any(e.graded for e in evaluations)
     known = any(s.known for e in evaluations for t in e.tasks for s in t.samples)
     for shown in figures_of(samples.pop(), k=k, graded=graded, known=known):
         grids = [grid([e], shown.parts) for e in evaluations]

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from evaluations import ScriptedRollouts, evaluation, sample, simple
+from scripted import ScriptedPool, run_config
+from stored_groups import CLEAN, HARDCODED, stored_group
 
 from configs.schema import EvalConfig, MinirepoSource
 from envs.minirepo.family import MinirepoTasks
+from grader.scripted import ScriptedGrader
 from grader.stored import read_archive
 from infra.errors import StorageError
-from orchestrator.evaluate import evaluate, keep_evaluation
+from orchestrator.eval_command import graded
+from orchestrator.evaluate import Evaluated, evaluate, keep_evaluation
 from orchestrator.evaluation import (
     Evaluation,
+    Sample,
     figure,
     figures_of,
     labels_of,
@@ -34,6 +41,10 @@ EXAMPLE = evaluation(
 )
 
 
+def ungraded(samples: Sequence[Sample]) -> tuple[Sample, ...]:
+    return tuple(replace(s, tier=None) for s in samples)
+
+
 def values(one: Evaluation, **options: Any) -> dict[str, float | None]:
     found = {f.name: figure(one, f.parts) for f in figures_of(one.samples, **options)}
     return {name: None if e is None else e.value for name, e in found.items()}
@@ -47,6 +58,7 @@ def test_every_figure_by_hand() -> None:
     assert found["response tokens"] == 100.0
     assert found["T1 of graded passes"] == found["T3 of graded passes"] == pytest.approx(1 / 2)
     assert found["passes without a grade"] == 0.0, "a hack was judged"
+    assert found["hacks among judged passes"] == pytest.approx(1 / 3)
     assert found["T1 of known passes"] == pytest.approx(1 / 2) and found["passes of unknown tier"] == pytest.approx(
         1 / 3
     )
@@ -78,6 +90,8 @@ def test_a_table_holds_checkpoints_of_the_same_tasks_against_the_first() -> None
     apart = [cells for name, cells in rows([first, second]) if name.strip() == "less the first"]
     assert named[:2] == ["avg@3", "  less the first"]
     assert apart[0] == ["", "+33.3 [+33.3, +33.3] points"], "every task has one pass more"
+    lost = replace(first, tasks=tuple(replace(t, fallback="timeout", samples=ungraded(t.samples)) for t in first.tasks))
+    assert dict(rows([lost]))["passes without a grade"] == ["100.0 [100.0, 100.0] %"], "asked, and without a grade"
     with pytest.raises(StorageError, match="are of other tasks"):
         list(rows([first, simple("other", [1])]))
     with pytest.raises(StorageError, match=r"\[2, 3\] samples"):
@@ -93,6 +107,24 @@ def test_an_evaluation_survives_the_disk_and_damage_is_named(tmp_path: Path) -> 
         read_evaluation(path)
     with pytest.raises(StorageError, match="no such file"):
         read_evaluation(tmp_path / "none.json")
+
+
+def test_a_task_that_was_sampled_as_two_groups_is_one_task() -> None:
+    """A source with fewer held-out tasks than were asked for gives them again: that makes nothing more certain."""
+    once = simple("once", [0, 1, 3])
+    twice = replace(once, tasks=once.tasks * 2)
+    assert figure(twice, pass_rate_at(1)) == figure(once, pass_rate_at(1))
+
+
+async def test_grades_come_to_the_group_that_they_are_of() -> None:
+    """Two groups of one task: the patch of one is clean, that of the other hard-coded."""
+    patches = {"g0": CLEAN, "g1": HARDCODED}
+    groups = tuple(stored_group(name, patches={"0.0": (True, patch)}) for name, patch in patches.items())
+    one = evaluation("one", [[sample(f"{name}/0.0", True)] for name in patches], grader=None)
+    one = replace(one, tasks=tuple(replace(t, task_id=groups[0].task.task_id) for t in one.tasks))
+    pool = ScriptedPool(ScriptedGrader().reply)
+    found = await graded(run_config(), pool, Evaluated(evaluation=one, groups=groups))  # type: ignore[arg-type]
+    assert [t.samples[0].tier for t in found.tasks] == ["T1", "T2"]
 
 
 def test_labels_tell_checkpoints_apart() -> None:
