@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -16,7 +17,7 @@ from rich.table import Table
 from configs.schema import GraderConfig, RubricConfig, RunConfig, VllmGraderBackend
 from grader.exchange import GradeReply
 from grader.stored import StoredGroup
-from infra.errors import StorageError
+from infra.errors import ConfigError, StorageError
 from infra.pool import ActorPool
 from infra.sinks import JsonlFile
 from orchestrator.audit_sheet import Agreement, agree, read_answers, write_sheet
@@ -31,6 +32,7 @@ from orchestrator.blind_audit import (
     draw,
     find_evaluations,
     keep,
+    short_name,
 )
 from orchestrator.evaluation import estimate_text, read_evaluation
 from orchestrator.grading import (
@@ -92,8 +94,14 @@ def run_audit(
         models = sorted({reply.model for reply in replies.values() if reply.model})
         judges[f"grader {', '.join(models) or 'unknown'}"] = by_grader(replies)
     rubric = grader.algorithm.rubric if grader is not None else RubricConfig()
+    raters: dict[str, Path] = {}
     for path in answers:
-        rater, given = read_answers(path, audit)
+        rater, given = read_answers(path, audit, groups)
+        if (other := raters.setdefault(rater, path)) is not path:
+            raise ConfigError(
+                f"--import {path}: answers of {rater!r}, as {other}; give the newer file alone, or, if these are two "
+                "people, another `rater` in one of them"
+            )
         judges[f"{rater} ({path.name})"] = by_person(given, rubric)
     figures = {judge: audit_figures(audit, judgements) for judge, judgements in judges.items()}
     for judge, found in figures.items():
@@ -112,13 +120,15 @@ def run_audit(
 
 
 def trained_by(files: tuple[Sequence[Path], Sequence[Path]], judge: RunConfig) -> list[str]:
-    """Runs that were trained with the grader's model that is to judge them. Where a policy's folder does not lie in its
-    run, nothing is known."""
+    """Runs that were trained with the grader's model that is to judge them. A policy's run is the folder in which its
+    checkpoint lies, or for a run's own evaluation this one; of other policies nothing is known."""
     found = []
     for path in (*files[0], *files[1]):
-        run_dir = Path(read_evaluation(path).model).parents[2] if read_evaluation(path).model else None
-        if run_dir is None or not (run_dir / CONFIG).is_file():
+        model = read_evaluation(path).model
+        folders = Path(model).absolute().parents[2:3] if model else path.absolute().parents[1:2]
+        if not folders or not (folders[0] / CONFIG).is_file():
             continue
+        run_dir = folders[0]
         try:
             config = RunConfig.model_validate(yaml.safe_load((run_dir / CONFIG).read_text(encoding="utf-8")))
         except (OSError, yaml.YAMLError, ValidationError):
@@ -132,7 +142,9 @@ def _model(grader: GraderConfig | None) -> str | None:
     if grader is None:
         return None
     backend = grader.backend
-    return backend.engine.model if isinstance(backend, VllmGraderBackend) else f"{backend.base_url} {backend.model}"
+    if isinstance(backend, VllmGraderBackend):
+        return os.path.abspath(backend.engine.model)  # however the folder was written
+    return f"{backend.base_url} {backend.model}"
 
 
 def _grade(config: RunConfig, groups: Sequence[StoredGroup], file: Path, console: Console) -> dict[str, GradeReply]:
@@ -182,7 +194,7 @@ def _write(path: Path, audit: Audit, figures: Mapping[str, AuditFigures], agreem
 
 
 def _table(audit: Audit, judge: str, found: AuditFigures) -> Table:
-    a, b = (Path(audit.names[side]).name for side in SIDES)
+    a, b = (short_name(audit.names[side]) for side in SIDES)
     title = (
         f"{a} against {b}, judged by {judge}; {found.judged} tasks, {found.both} with passes of both; 95 % intervals"
     )
@@ -208,8 +220,9 @@ def _agreement_table(pair: str, found: Agreement) -> Table:
     for name in ("", "kappa", "same"):
         table.add_column(name, justify="left" if not name else "right")
     for name, value in found.kappa.items():
-        shown = "-" if value is None else f"{value:+.2f}"
-        table.add_row(name.replace("_", " "), shown, f"{found.same[name]:.0%}")
+        same = found.same[name]
+        shown = ("-" if value is None else f"{value:+.2f}", "-" if same is None else f"{same:.0%}")
+        table.add_row(name.replace("_", " "), *shown)
     tau = "-" if found.tau_b is None else f"{found.tau_b:+.2f}"
     table.add_row("order (tau-b)", tau, f"{found.cases} tasks")
     return table

@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,6 +71,8 @@ def write_sheet(path: Path, audit: Audit, groups: Sequence[StoredGroup]) -> Path
     Raises:
         StorageError: it cannot be written.
     """
+    from markupsafe import Markup
+
     script = (Path(__file__).parent / "templates" / "audit_sheet.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     page = render_page(
@@ -80,9 +81,10 @@ def write_sheet(path: Path, audit: Audit, groups: Sequence[StoredGroup]) -> Path
         cases=[_case(group) for group in groups],
         dimensions=DIMENSIONS,
         flags=[(flag.value, said) for flag, said in FLAGS],
+        script=Markup(script),
         script_digest=digest,
     )
-    return write_page(path, page.replace("/*SCRIPT*/", script))
+    return write_page(path, page)
 
 
 def _case(group: StoredGroup) -> CaseSheet:
@@ -135,12 +137,12 @@ class _Answers(_Part):
 Answers = Mapping[str, Mapping[str, tuple[Scores, frozenset[Flag]]]]
 
 
-def read_answers(path: Path, audit: Audit) -> tuple[str, Answers]:
+def read_answers(path: Path, audit: Audit, groups: Sequence[StoredGroup]) -> tuple[str, Answers]:
     """(rater, case -> trajectory id -> scores and flags) of a file that the sheet saved; candidates without all five
     scores are not in it.
 
     Raises:
-        StorageError: it cannot be read, or is of another audit.
+        StorageError: it cannot be read, is of another audit, or judges what is not on its sheet.
     """
     try:
         found = _Answers.model_validate_json(path.read_bytes())
@@ -151,12 +153,12 @@ def read_answers(path: Path, audit: Audit) -> tuple[str, Answers]:
         raise StorageError(f"{path}: {finding(first['loc'], first['msg'])}; save it from the sheet again") from None
     if found.audit != audit.digest:
         raise StorageError(f"{path}: audit = {found.audit!r}: answers of another sheet; this audit is {audit.digest}")
-    known = {one.case: one.sides for one in audit.drawn}
+    known = {group.group_id: {t.trajectory_id for t in group.trajectories if t.passed} for group in groups}
     for case, given in found.answers.items():
         for name in given:
-            if name not in known.get(case, {}):
+            if name not in known.get(case, ()):
                 raise StorageError(f"{path}: answers.{case}.{name}: no candidate of this audit; save it again")
-    return found.rater, {
+    return visible(found.rater), {
         case: {name: (Scores(*a.scores), frozenset(a.flags)) for name, a in given.items()}
         for case, given in found.answers.items()
         if given
@@ -173,8 +175,8 @@ class Agreement:
     candidates: int
     kappa: Mapping[str, float | None]
     """Dimension -> Cohen's kappa with quadratic weights; `tier` without weights."""
-    same: Mapping[str, float]
-    """Dimension, or `tier` -> share of candidates that both gave the same."""
+    same: Mapping[str, float | None]
+    """Dimension, or `tier` -> share of candidates that both gave the same; None where they judged none both."""
     tau_b: float | None
     """Kendall's tau-b of their orders, mean over the cases where either orders anything."""
     cases: int
@@ -190,7 +192,7 @@ def agree(first: Judgements, second: Judgements) -> Agreement:
         if (theirs := second.get(case, {}).get(name)) is not None
     ]
     found: dict[str, float | None] = {}
-    same: dict[str, float] = {}
+    same: dict[str, float | None] = {}
     for i, name in enumerate(Scores._fields):
         a, b = [int(x.scores[i]) for x, _ in pairs], [int(y.scores[i]) for _, y in pairs]
         found[name] = weighted_kappa(a, b)
@@ -212,6 +214,5 @@ def _rank(given: Mapping[str, Judged], names: Sequence[str], name: str) -> float
     return float(sorted({given[n].place for n in names}).index(given[name].place))
 
 
-def _same(first: Sequence[object], second: Sequence[object]) -> float:
-    counts = Counter(a == b for a, b in zip(first, second, strict=True))
-    return counts[True] / max(counts.total(), 1)
+def _same(first: Sequence[object], second: Sequence[object]) -> float | None:
+    return fmean(a == b for a, b in zip(first, second, strict=True)) if first else None

@@ -67,6 +67,11 @@ class Audit:
 # ---- drawing ---------------------------------------------------------------------------------------------------------
 
 
+def short_name(text: str) -> str:
+    """What the user called a run, for the name of a folder and the head of a column."""
+    return Path(text).name.removesuffix(".json")
+
+
 def find_evaluations(text: str) -> list[Path]:
     """The evaluation files that a user means: a file, that of a run's folder (`after`, else the last one), or of
     EXPERIMENT/ARM all seeds of the arm.
@@ -80,12 +85,12 @@ def find_evaluations(text: str) -> list[Path]:
     inside = sorted((path / EVALUATIONS).glob("*.json")) if path.is_dir() else []
     if after := [p for p in inside if p.stem == "after"]:
         return after
+    beside = path.parent / EVALUATIONS
+    if (beside / f"{path.name}.json").is_file():  # a cell: those inside are of the training's middle
+        return [beside / f"{path.name}.json"]
     if inside and not (path / "experiment.yaml").exists():
         return [max(inside, key=lambda p: read_evaluation(p).step)]
-    beside = path.parent / EVALUATIONS
     arms = sorted(p for p in beside.glob(f"{path.name}-s*.json") if p.stem.removeprefix(f"{path.name}-s").isdecimal())
-    if (beside / f"{path.name}.json").is_file():
-        return [beside / f"{path.name}.json"]
     if arms:
         return arms
     raise ConfigError(
@@ -103,7 +108,7 @@ def draw(
 
     Raises:
         StorageError: the evaluations are not of the same tasks, or a kept trajectory is missing or damaged.
-        ConfigError: the runs have not as many seeds, or fewer tasks than are to be drawn.
+        ConfigError: the runs have not the same seeds, or fewer tasks than are to be drawn.
     """
     pairs = _pairs(names, files)
     known = [t.task_id for t in pairs[0][0].evaluation.tasks]
@@ -135,6 +140,9 @@ def _pairs(names: tuple[str, str], files: tuple[Sequence[Path], Sequence[Path]])
     """The evaluations of both runs, seed by seed, all of the same tasks."""
     if len(files[0]) != len(files[1]):
         raise ConfigError(f"{names[0]} has {len(files[0])} evaluations, {names[1]} {len(files[1])}; give as many seeds")
+    seeds = [", ".join(path.stem.rpartition("-s")[2] for path in side) for side in files]
+    if len(files[0]) > 1 and seeds[0] != seeds[1]:
+        raise ConfigError(f"{names[0]} has the seeds {seeds[0]}, {names[1]} {seeds[1]}; give arms with the same ones")
     read = [[_Source(path=path, evaluation=read_evaluation(path)) for path in side] for side in files]
     known = [t.task_id for t in read[0][0].evaluation.tasks]
     for one in (*read[0], *read[1]):
@@ -171,7 +179,7 @@ def _case(
         group_id=case,
         task=task,
         trajectories=tuple(_anonymous(trajectory, name, case) for name, _, trajectory, _ in named),
-        transcripts=tuple(replace(transcript, trajectory_id=name) for name, _, _, transcript in named),
+        transcripts=tuple(_untimed(transcript, name) for name, _, _, transcript in named),
     )
 
 
@@ -179,8 +187,7 @@ def _stored(path: Path, evaluation: Evaluation, index: int) -> StoredGroup | Non
     """What is kept of a task; None where nothing passed."""
     if not evaluation.tasks[index].passing:
         return None
-    group_id = evaluation.tasks[index].samples[0].id.rpartition("/")[0]
-    return read_archive(archive_path(path.with_suffix(""), group_id))
+    return read_archive(archive_path(path.with_suffix(""), evaluation.tasks[index].group_id))
 
 
 def _anonymous(trajectory: Trajectory, name: str, case: str) -> Trajectory:
@@ -198,6 +205,12 @@ def _anonymous(trajectory: Trajectory, name: str, case: str) -> Trajectory:
         wall_s=0.0,
         worker=None,
     )
+
+
+def _untimed(transcript: Transcript, name: str) -> Transcript:
+    """Under its name in the case, and without how long its commands took."""
+    turns = tuple(replace(turn, duration_s=0.0) for turn in transcript.turns)
+    return replace(transcript, trajectory_id=name, turns=turns)
 
 
 # ---- on disk ---------------------------------------------------------------------------------------------------------

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import gzip
+import hashlib
 import json
 import re
 from collections.abc import Sequence
@@ -11,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from evaluations import simple
 from html_page import Page
+from scripted import run_config
 from stored_groups import CLEAN, HARDCODED, task, trajectory
 
 from configs.errors import ConfigError
@@ -22,6 +26,7 @@ from grader.rubric import Flag, Scores
 from grader.scripted import ScriptedGrader
 from grader.stored import StoredGroup, write_archive
 from infra.errors import StorageError
+from orchestrator.audit_command import run_audit, trained_by
 from orchestrator.audit_sheet import agree, read_answers, write_sheet
 from orchestrator.blind_audit import (
     Audit,
@@ -109,6 +114,7 @@ def test_nothing_in_a_case_names_a_run(files: tuple[list[Path], list[Path]], tmp
     sheet = write_sheet(tmp_path / "sheet.html", audit, groups).read_text()
     for text in (*written, sheet):
         assert not re.search(r"secret|run-[ab]|node:1|\b31\b", text)
+    assert {turn.duration_s for g in groups for t in g.transcripts for turn in t.turns} == {0.0}, "nor how long it took"
     assert all(len(g.trajectories) <= 4 for g in groups), "two of each run at most"
     assert read_key(tmp_path / "out") == audit
 
@@ -167,11 +173,18 @@ def test_another_draw_and_other_tasks_are_refused(files: tuple[list[Path], list[
         drawn((files[0], [other]))
     with pytest.raises(ConfigError, match="give as many seeds"):
         drawn((files[0], files[1] * 2))
+    arms = [
+        [evaluated(tmp_path, f"{arm}-s{seed}", [1] * 6, CLEAN) for seed in seeds]
+        for arm, seeds in (("x", "01"), ("y", "02"))
+    ]
+    with pytest.raises(ConfigError, match=r"run-a has the seeds 0, 1, run-b 0, 2"):
+        drawn((arms[0], arms[1]))
 
 
 def test_runs_cells_and_arms_are_found(tmp_path: Path) -> None:
     for name in ("arm-s0", "arm-s1", "arm-s1-step-000010", "start"):
         evaluated(tmp_path / "exp", name, [1], CLEAN)
+    evaluated(tmp_path / "exp" / "arm-s1", "step-000010", [1], CLEAN)
     evaluated(tmp_path / "run", "after", [1], CLEAN)
     evaluated(tmp_path / "run", "before", [1], CLEAN)
     assert [p.stem for p in find_evaluations(str(tmp_path / "exp" / "arm"))] == ["arm-s0", "arm-s1"]
@@ -185,7 +198,7 @@ def test_the_sheet_runs_its_own_script_alone_and_shows_what_was_written_as_text(
     files: tuple[list[Path], list[Path]], tmp_path: Path
 ) -> None:
     audit, groups = drawn(files)
-    attack = "<script>alert(1)</script><img src=x onerror=alert(2)>"
+    attack = "<script>alert(1)</script><img src=x onerror=alert(2)>{{ script }}/*SCRIPT*/"
     hostile = [
         replace(g, transcripts=tuple(replace(t, turns=(replace(t.turns[0], action=attack),)) for t in g.transcripts))
         for g in groups
@@ -195,6 +208,11 @@ def test_the_sheet_runs_its_own_script_alone_and_shows_what_was_written_as_text(
     policy = next(v for k, v in page.attributes if k == "content" and v and "script-src" in v)
     assert re.search(r"script-src 'sha256-[A-Za-z0-9+/=]{44}'", policy) and "default-src 'none'" in policy
     assert not any(k.startswith("on") for k, _ in page.attributes)
+    text = (tmp_path / "sheet.html").read_text()
+    script = text.rpartition("<script>")[2].partition("</script>")[0]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}'" in policy and text.count("function collect()") == 1
+    assert "{{ script }}/*SCRIPT*/" in text, "what looks like a place of the template is text"
 
 
 def test_answers_come_back_and_agree_with_themselves(files: tuple[list[Path], list[Path]], tmp_path: Path) -> None:
@@ -209,7 +227,7 @@ def test_answers_come_back_and_agree_with_themselves(files: tuple[list[Path], li
     }
     path = tmp_path / "answers.json"
     path.write_text(json.dumps({"audit": audit.digest, "rater": "Ada", "answers": given}))
-    rater, answers = read_answers(path, audit)
+    rater, answers = read_answers(path, audit, groups)
     person = by_person(answers, RubricConfig())
     assert rater == "Ada"
     same = agree(person, person)
@@ -217,11 +235,55 @@ def test_answers_come_back_and_agree_with_themselves(files: tuple[list[Path], li
     assert all(value in (1.0, None) for value in same.kappa.values()) and set(same.same.values()) == {1.0}
     path.write_text(json.dumps({"audit": "else", "rater": "Ada", "answers": given}))
     with pytest.raises(StorageError, match="answers of another sheet"):
-        read_answers(path, audit)
+        read_answers(path, audit, groups)
     stranger = {"case-999": {"x": {"scores": [1, 1, 1, 1, 1]}}}
     path.write_text(json.dumps({"audit": audit.digest, "rater": "Ada", "answers": stranger}))
     with pytest.raises(StorageError, match=r"answers\.case-999\.x: no candidate of this audit"):
-        read_answers(path, audit)
+        read_answers(path, audit, groups)
+    failed = next(t.trajectory_id for g in groups for t in g.trajectories if not t.passed)
+    edited = {failed.partition("/")[0]: {failed: {"scores": [5, 5, 5, 5, 5]}}}
+    path.write_text(json.dumps({"audit": audit.digest, "rater": "Ada", "answers": edited}))
+    with pytest.raises(StorageError, match="no candidate of this audit"):
+        read_answers(path, audit, groups)  # it failed, so that it is not on the sheet
+
+
+def test_two_people_are_two_judges_and_one_person_is_one(files: tuple[list[Path], list[Path]], tmp_path: Path) -> None:
+    audit, groups = drawn(files)
+    one = next(t.trajectory_id for t in groups[0].trajectories if t.passed)
+    answers = []
+    for place, rater, scores in (("x", "Ada", [5, 5, 5, 5, 5]), ("y", "Ben", [1, 5, 5, 5, 5]), ("z", "Ada", [2] * 5)):
+        (tmp_path / place).mkdir()
+        answers.append(tmp_path / place / "answers.json")
+        given = {groups[0].group_id: {one: {"scores": scores}}}
+        answers[-1].write_text(json.dumps({"audit": audit.digest, "rater": rater, "answers": given}))
+
+    def judge(given: list[Path]) -> None:
+        names = (str(files[0][0]), str(files[1][0]))
+        run_audit(names, tasks=6, most=2, seed=1, output=tmp_path / "out", grader=None, export=None, answers=given)
+
+    judge(answers[:2])
+    result = json.loads((tmp_path / "out" / "audit.json").read_text())
+    assert list(result["judges"]) == ["Ada (answers.json)", "Ben (answers.json)"] and len(result["agreement"]) == 1
+    with pytest.raises(ConfigError, match=r"answers of 'Ada', as .*x/answers\.json"):
+        judge([answers[0], answers[2]])
+
+
+def test_a_run_that_its_own_grader_judges_is_named(tmp_path: Path) -> None:
+    judge = run_config()
+    found = {}
+    for name, grader in (("mine", judge.grader), ("other", None)):
+        found[name] = evaluated(tmp_path / name, "after", [1], CLEAN)
+        mode = {} if grader else {"algorithm": {"mode": "outcome", "group_size": 4}}
+        config = run_config(grader=grader and grader.model_dump(mode="json"), **mode).model_dump(mode="json")
+        if grader:
+            config["grader"]["backend"]["engine"]["model"] = "./unused"  # the same folder as in `judge`
+        (tmp_path / name / "config.yaml").write_text(yaml.safe_dump(config))
+    apart = tmp_path / "evals" / "step.json"
+    write_evaluation(apart, replace(simple("step", [1]), model=str(tmp_path / "mine/checkpoints/step-000003/policy")))
+    start = tmp_path / "evals" / "start.json"
+    write_evaluation(start, replace(simple("start", [1]), model="policy"))
+    assert trained_by(([found["mine"]], [found["other"]]), judge) == ["mine"], "a run's own evaluation names no weights"
+    assert trained_by(([apart], [start]), judge) == ["mine"]
 
 
 def test_agreement_by_hand() -> None:
@@ -240,5 +302,7 @@ def test_agreement_by_hand() -> None:
     found = agree(mine, theirs)
     # x: T1 and T2, y: T2 and T3: both put x before y, and no tier is the same
     assert found.tau_b == 1.0 and found.same["tier"] == 0.0 and found.same["precision"] == 1.0
+    strangers = agree(mine, {"d": theirs["c"]})
+    assert strangers.candidates == 0 and set(strangers.same.values()) == {None}, "not 0 %"
     # approach (5, 3) against (3, 5): observed 4, expected (4 + 0 + 0 + 4) / 4 = 2
     assert found.kappa["approach"] == pytest.approx(-1.0)
