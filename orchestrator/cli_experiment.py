@@ -120,7 +120,7 @@ def experiment(
     after a stop."""
     from configs.experiment_schema import ExperimentConfig
     from configs.load import load
-    from orchestrator.experiment import load_experiment
+    from orchestrator.experiment import load_experiment, refuse_other
     from orchestrator.experiment_table import markdown, write_table
 
     loaded = load_experiment(load(ExperimentConfig, file, overrides or []))
@@ -152,6 +152,7 @@ def experiment(
         return
     if not loaded.folder.is_dir():
         raise ConfigError(f"{loaded.folder}: no such experiment yet; run it without --table first")
+    refuse_other(loaded)
     typer.echo(markdown(write_table(loaded)))
 
 
@@ -194,6 +195,7 @@ def audit(
     """Judge two runs blind: the same tasks, candidates anonymous and shuffled, by another grader or by people."""
     from configs.check import load_run
     from orchestrator.audit_command import run_audit
+    from orchestrator.blind_audit import short_name
 
     if grader is None and export is None and not answers:
         raise ConfigError(
@@ -204,7 +206,7 @@ def audit(
     config = None if grader is None else load_run(grader, overrides or []).config
     if config is not None and config.grader is None:
         raise ConfigError(f"{grader}: grader = null: there is nobody to judge; give a configuration with a grader")
-    folder = output or Path(run_a).parent / f"audit-{Path(run_a).stem}-against-{Path(run_b).stem}"
+    folder = output or Path(run_a).parent / f"audit-{short_name(run_a)}-against-{short_name(run_b)}"
     run_audit(
         (run_a, run_b),
         tasks=tasks,

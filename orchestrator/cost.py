@@ -1,11 +1,13 @@
 """What a run has spent, step by step, and where runs stand after equal steps, equal sampled tokens and equal compute.
 
 Pure but for reading run folders. Compute is in busy resource-seconds, as `cost/*_share` counts them: the time in which
-a pool was active times its GPUs, or CPU threads. What grades cost at an endpoint is in US dollars beside it.
+a pool was active times its GPUs, or CPU threads; graders' canaries count. Graders at an endpoint hold none of these:
+what they cost is in US dollars beside it, and equal compute leaves it out.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +15,7 @@ from statistics import fmean
 from typing import Any
 
 from configs.schema import RunConfig
-from infra.spans import GRADE, LEARN, PUBLISH, ROLLOUT, clipped, length, merged
+from infra.spans import CANARY, GRADE, LEARN, PUBLISH, ROLLOUT, Interval, length, merged
 from orchestrator.metrics import pool_units
 from orchestrator.runfiles import METRICS, SPANS, read_jsonl, read_spans
 
@@ -57,17 +59,17 @@ def step_costs(run_dir: Path, config: RunConfig) -> list[StepCost]:
         StorageError: a file of the run is damaged.
     """
     metrics, spans, units = read_jsonl(run_dir / METRICS), read_spans(run_dir / SPANS), pool_units(config)
-    names = {"rollout": (ROLLOUT,), "grader": (GRADE,), "learner": (LEARN, PUBLISH)}
+    kinds = {"rollout": (ROLLOUT,), "grader": (GRADE, CANARY), "learner": (LEARN, PUBLISH)}
+    active = {p: merged([(s.start_s, s.end_s) for s in spans if s.name in names]) for p, names in kinds.items()}
     out: list[StepCost] = []
     wall_s = tokens = usd = 0.0
     count = 0
     busy = dict.fromkeys(POOLS, 0.0)
     for m in metrics:
-        window = (m["time_s"] - m["time/step_s"], m["time_s"])
-        wall_s += m["time/step_s"]
-        for pool, kinds in names.items():
-            active = merged([i for kind in kinds for i in clipped(spans, kind, window)])
-            busy[pool] += length(active) * units.get(pool, 0.0)
+        step_s = m.get("time/step_s") or 0.0
+        wall_s += step_s
+        for pool in POOLS:
+            busy[pool] += _within(active[pool], (m["time_s"] - step_s, m["time_s"])) * units.get(pool, 0.0)
         ended = _count(m, "trajectories/response_tokens")
         count += ended
         mean = m.get("trajectories/response_tokens_mean")
@@ -90,6 +92,14 @@ def step_costs(run_dir: Path, config: RunConfig) -> list[StepCost]:
     return out
 
 
+def _within(active: Sequence[Interval], window: Interval) -> float:
+    """Seconds of disjoint intervals, in order, that lie in a window."""
+    low, high = window
+    first = bisect_right(active, low, key=lambda interval: interval[1])
+    last = bisect_left(active, high, key=lambda interval: interval[0])
+    return length((max(start, low), min(end, high)) for start, end in active[first:last])
+
+
 def _count(metrics: Mapping[str, Any], name: str) -> int:
     """Values in a histogram."""
     histogram = (metrics.get("histograms") or {}).get(name)
@@ -108,18 +118,35 @@ def recent(costs: Sequence[StepCost], last: int, key: str) -> float | None:
     return fmean(values) if values else None
 
 
-def compare(arms: Mapping[str, Sequence[Sequence[StepCost]]], reference: str) -> dict[str, dict[str, float | None]]:
-    """Arm -> figures, means over its runs. `arms`: arm -> one list of costs for each seed, none of them empty.
+def compare(
+    arms: Mapping[str, Mapping[int | None, Sequence[StepCost]]], reference: str
+) -> dict[str, dict[str, float | None]]:
+    """Arm -> figures, means over its seeds. `arms`: arm -> seed -> costs; a run without a step, and an arm without any
+    other, is left out. Seeds have other tasks, so only those are held against each other that all arms have; where
+    there are none, each arm has its own.
 
     Equal steps: the fewest that any run has. Equal tokens and equal compute: the least that any run had spent by then.
+    What an arm saves is None where the reference is not there.
     """
+    begun = {arm: {seed: costs for seed, costs in seeds.items() if costs} for arm, seeds in arms.items()}
+    begun = {arm: seeds for arm, seeds in begun.items() if seeds}
+    if not begun:
+        return {}
+    shared = set.intersection(*(set(seeds) for seeds in begun.values()))
+    return _compare(
+        {arm: [costs for seed, costs in seeds.items() if not shared or seed in shared] for arm, seeds in begun.items()},
+        reference,
+    )
+
+
+def _compare(arms: Mapping[str, Sequence[Sequence[StepCost]]], reference: str) -> dict[str, dict[str, float | None]]:
     steps = min(costs[-1].step for runs in arms.values() for costs in runs)
     ends = {arm: [at_step(costs, steps) for costs in runs] for arm, runs in arms.items()}
     tokens = min(end.tokens for all_of in ends.values() for end in all_of)
     compute_s = min(end.compute_s for all_of in ends.values() for end in all_of)
     found: dict[str, dict[str, float | None]] = {}
     for arm, runs in arms.items():
-        row: dict[str, float | None] = {"steps": float(steps)}
+        row: dict[str, float | None] = {"seeds": float(len(runs)), "steps": float(steps)}
         row["wall_s"] = fmean(end.wall_s for end in ends[arm])
         row["trajectories"] = fmean(end.trajectories for end in ends[arm])
         row["tokens"] = fmean(end.tokens for end in ends[arm])
@@ -141,8 +168,9 @@ def compare(arms: Mapping[str, Sequence[Sequence[StepCost]]], reference: str) ->
             ]
             row[f"pass_rate_at_equal_{name}"] = _mean(rates)
         found[arm] = row
+    theirs = found.get(reference, {}).get("tokens_per_trajectory")
     for row in found.values():
-        mine, theirs = row["tokens_per_trajectory"], found[reference]["tokens_per_trajectory"]
+        mine = row["tokens_per_trajectory"]
         row["tokens_saved"] = 1.0 - mine / theirs if mine is not None and theirs else None
     return found
 

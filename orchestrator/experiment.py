@@ -15,8 +15,11 @@ A cell that was interrupted goes on from its last checkpoint; one that is comple
 
 from __future__ import annotations
 
+import fcntl
 import json
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -29,15 +32,20 @@ from configs.check import load_run, resolved
 from configs.experiment_schema import ArmConfig, ExperimentConfig
 from configs.load import Loaded
 from configs.schema import RunConfig
-from infra.errors import ConfigError, StorageError
+from infra.errors import ConfigError, GagarError, StorageError
 from orchestrator.evaluation import EVALUATIONS
 from orchestrator.manifest import MANIFEST
 from orchestrator.runfiles import CONFIG, read_jsonl
 from orchestrator.status import run_state
 
+logger = logging.getLogger("gagar.experiment")
+
 START = "start"
 """Label of the evaluation of the policy that all cells begin with."""
+JUDGE = "start.yaml"
+"""What policies are evaluated with."""
 CELLS = "cells.jsonl"
+LOCK = ".lock"
 SEED_STRIDE = 1000
 """Between the seeds of a source in two neighbouring seeds of an experiment."""
 
@@ -171,25 +179,64 @@ def _cell(config: ExperimentConfig, arm: str, seed: int, folder: Path) -> Cell:
         raise ConfigError(f"arm {arm}: {e}") from None
 
 
-def refuse_other(cell: Cell) -> None:
-    """A cell that was begun with another configuration cannot be gone on with, and its figures belong elsewhere.
+def refuse_other(experiment: Experiment) -> None:
+    """What was begun with another configuration cannot be gone on with, and its figures belong elsewhere: not the cells
+    that are asked for alone, since all of them stand in one table, and not the evaluations.
 
     Raises:
-        StorageError: names the keys that differ.
+        StorageError: names the keys that differ; or an evaluation is of a run that is gone, and nothing says which.
     """
-    path = cell.run_dir / CONFIG
+    for cell in experiment.cells:
+        path, evaluation = cell.run_dir / CONFIG, experiment.evaluation_file(cell.name)
+        if evaluation.is_file() and not path.is_file():
+            raise StorageError(
+                f"{evaluation}: its run is gone ({cell.run_dir}); put it back, or move this file away too"
+            )
+        _refuse(cell.run_dir, path, cell.config)
+    evaluations = experiment.folder / EVALUATIONS
+    if any(evaluations.glob("*.json")):
+        _refuse(evaluations, experiment.folder / JUDGE, experiment.judge)
+
+
+def _refuse(folder: Path, path: Path, config: RunConfig) -> None:
+    """Refuse a folder that was made with a file which says something else."""
     if not path.is_file():
         return
     try:
         before = RunConfig.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
     except (OSError, yaml.YAMLError, ValidationError) as e:
-        raise StorageError(f"{path}: cannot be read ({e}); move {cell.run_dir} away to begin this cell anew") from None
-    now = RunConfig.model_validate(resolved(cell.config))
+        raise StorageError(f"{path}: cannot be read ({e}); move {folder} away to make it anew") from None
+    now = RunConfig.model_validate(resolved(config))
     if keys := sorted(differing(before.model_dump(mode="json"), now.model_dump(mode="json"))):
         raise StorageError(
-            f"{cell.run_dir}: was begun with another configuration ({', '.join(keys[:5])} differ); give the experiment "
+            f"{folder}: was begun with another configuration ({', '.join(keys[:5])} differ); give the experiment "
             "another name, or move this folder away"
         )
+
+
+@contextmanager
+def alone(experiment: Experiment) -> Iterator[None]:
+    """Only one process at a time works on an experiment: two would write one table, and evaluate one cell twice.
+
+    Raises:
+        GagarError: another one does.
+        StorageError: the folder cannot be written.
+    """
+    try:
+        experiment.folder.mkdir(parents=True, exist_ok=True)
+        file = (experiment.folder / LOCK).open("wb")
+    except OSError as e:
+        raise StorageError(f"{experiment.folder}: cannot be written ({e}); choose another `output`") from e
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise GagarError(
+                f"{experiment.folder}: another process runs this experiment; wait for it, or stop it (SIGTERM)"
+            ) from None
+        except OSError as e:
+            logger.warning("%s: cannot be locked (%s); start nothing else on this experiment", experiment.folder, e)
+        yield
 
 
 def differing(first: Mapping[str, Any], second: Mapping[str, Any], above: str = "") -> list[str]:
@@ -215,7 +262,7 @@ def write_configs(experiment: Experiment, cells: Sequence[Cell]) -> None:
         for part in ("configs", "logs", EVALUATIONS):
             (folder / part).mkdir(parents=True, exist_ok=True)
         _write(folder / "experiment.yaml", experiment.config.model_dump(mode="json"))
-        _write(folder / "start.yaml", resolved(experiment.judge))
+        _write(folder / JUDGE, resolved(experiment.judge))
         for cell in cells:
             _write(config_file(experiment, cell), resolved(cell.config))
     except OSError as e:

@@ -15,10 +15,12 @@ from infra.errors import GagarError, StorageError
 from infra.sinks import JsonlFile
 from orchestrator.experiment import (
     CELLS,
+    JUDGE,
     START,
     Cell,
     CellState,
     Experiment,
+    alone,
     config_file,
     refuse_other,
     remaining,
@@ -47,11 +49,16 @@ async def run_experiment(
     """Run what is left of these cells; returns the names of those that failed. The table is written after each.
 
     Raises:
-        StorageError: a cell was begun with another configuration, or the folder cannot be written.
-        GagarError: another process runs a cell, or the start policy cannot be evaluated.
+        StorageError: something was begun with another configuration, or the folder cannot be written.
+        GagarError: another process runs the experiment or a cell, or the start policy cannot be evaluated.
     """
+    with alone(experiment):
+        return await _run_all(experiment, cells, say=say, run=run)
+
+
+async def _run_all(experiment: Experiment, cells: Sequence[Cell], *, say: Say, run: Run | None) -> list[str]:
+    refuse_other(experiment)
     for cell in cells:
-        refuse_other(cell)
         if experiment.state(cell) is CellState.RUNNING:
             raise GagarError(f"{cell.run_dir}: is run by another process; wait for it, or stop it (gagar status)")
     write_configs(experiment, cells)
@@ -145,7 +152,7 @@ GAGAR = (sys.executable, "-m", "orchestrator.cli")
 
 
 def _eval_command(experiment: Experiment, label: str, checkpoint: Path | None) -> list[str]:
-    command = [*GAGAR, "eval", str(experiment.folder / "start.yaml"), "--label", label]
+    command = [*GAGAR, "eval", str(experiment.folder / JUDGE), "--label", label]
     command += ["--output", str(experiment.evaluation_file(label).parent)]
     return [*command, *(["--checkpoint", str(checkpoint)] if checkpoint is not None else [])]
 

@@ -27,7 +27,7 @@ TRAINED = {
     "grader T1": "grading/tier1_share",
     "fallback": "grading/fallback_rate",
 }
-"""What the training itself says, by metric. Entropy is the mean of the last steps, the others of all."""
+"""What the training itself says, by metric: the mean over steps, of entropy the last ones."""
 SHARES = ("cap rate", "grader T1", "fallback")
 
 
@@ -48,18 +48,17 @@ def collect(experiment: Experiment) -> dict[str, Any]:
     config = experiment.config
     found: dict[tuple[str, int], Evaluation] = {}
     runs: dict[tuple[str, int], Sequence[Mapping[str, Any]]] = {}
-    costs: dict[str, list[list[StepCost]]] = {}
+    costs: dict[str, dict[int | None, list[StepCost]]] = {}
     states = []
     for cell in experiment.cells:
         state = experiment.state(cell)
         if state is not CellState.NEW or cell.arm in (config.run or config.arms):
             states.append({"cell": cell.name, "arm": cell.arm, "seed": cell.seed, "state": state.value})
         if state is CellState.DONE:
-            found[cell.arm, cell.seed] = read_evaluation(experiment.evaluation_file(cell.name))
+            found[cell.arm, cell.seed] = _evaluation(experiment, cell.name)
             runs[cell.arm, cell.seed] = read_jsonl(cell.run_dir / METRICS)
-            costs.setdefault(cell.arm, []).append(step_costs(cell.run_dir, cell.config))
-    start_file = experiment.evaluation_file(START)
-    start = read_evaluation(start_file) if start_file.is_file() else None
+            costs.setdefault(cell.arm, {})[cell.seed] = step_costs(cell.run_dir, cell.config)
+    start = _evaluation(experiment, START) if experiment.evaluation_file(START).is_file() else None
     shown = figures_of(config.evaluation.samples, graded=experiment.judge.grader is not None)
     done = [arm for arm in config.arms if any(a == arm for a, _ in found)]
     return {
@@ -79,8 +78,20 @@ def collect(experiment: Experiment) -> dict[str, Any]:
             for arm in done
             if (other := config.against.get(arm, config.reference)) != arm and other in done
         },
-        "cost": compare(costs, config.reference if config.reference in costs else done[0]) if costs else {},
+        "cost": compare(costs, config.reference),
     }
+
+
+def _evaluation(experiment: Experiment, label: str) -> Evaluation:
+    """One that is of as many tasks and samples as the experiment says: figures are named after these."""
+    path, wanted = experiment.evaluation_file(label), experiment.config.evaluation
+    found = read_evaluation(path)
+    if (len(found.tasks), found.samples) != (wanted.tasks, wanted.samples):
+        raise StorageError(
+            f"{path}: is of {len(found.tasks)} tasks with {found.samples} samples, the experiment of {wanted.tasks} "
+            f"with {wanted.samples}; move it away to evaluate anew"
+        )
+    return found
 
 
 def _arm(
@@ -150,8 +161,9 @@ def markdown(result: Mapping[str, Any]) -> str:
         f"# {result['name']}",
         "",
         f"{result['steps']} steps a cell; {done} of {len(cells)} cells are complete. Held-out figures: "
-        f"{result['tasks']} tasks, {k} samples each, mean with a 95 % bootstrap interval over tasks and seeds. "
-        f"What the training says: mean over seeds (least to most); entropy over the last {RECENT_STEPS} steps.",
+        f"{result['tasks']} tasks, {k} samples each, mean with a 95 % bootstrap interval over tasks and seeds, of one "
+        "seed over tasks alone. What the training says: mean over steps, then over seeds (least to most); entropy over "
+        f"the last {RECENT_STEPS} steps.",
         "",
         *_table(
             ["arm", "seeds", f"avg@{k}", f"pass@{k}", "T1 of graded", "T1 of known", "turns", "tokens"],
@@ -164,7 +176,7 @@ def markdown(result: Mapping[str, Any]) -> str:
             "Differences, paired by seed and task; **bold** where the interval is clear of zero:",
             "",
             *_table(
-                ["arm", "against", f"avg@{k}", "T1 of graded", "T1 of known", "turns", "tokens"],
+                ["arm", "against", "seeds", f"avg@{k}", "T1 of graded", "T1 of known", "turns", "tokens"],
                 _difference_rows(result, k),
             ),
             "",
@@ -195,7 +207,7 @@ def _difference_rows(result: Mapping[str, Any], k: int) -> list[list[str]]:
     for arm, row in result["differences"].items():
         if row is not None:
             texts = [_text(row["heldout"].get(name), name, signed=True) for name in names]
-            rows.append([arm, row["against"], *texts])
+            rows.append([arm, row["against"], str(len(row["seeds"])), *texts])
     return rows
 
 
@@ -221,11 +233,13 @@ def _range(value: Mapping[str, float] | None, name: str) -> str:
 
 def _cost_lines(result: Mapping[str, Any]) -> list[str]:
     columns = {
+        "seeds": ("seeds", 0, 1.0),
         "compute, resource-s": ("compute_s", 0, 1.0),
         "rollout": ("rollout_s", 0, 1.0),
         "grader": ("grader_s", 0, 1.0),
         "learner": ("learner_s", 0, 1.0),
         "grader share %": ("grader_share", 1, 100.0),
+        "grader endpoint USD": ("cost_usd", 2, 1.0),
         "queue s": ("queue_s", 2, 1.0),
         "fallback %": ("fallback_rate", 1, 100.0),
         "tokens a trajectory": ("tokens_per_trajectory", 1, 1.0),
@@ -244,9 +258,10 @@ def _cost_lines(result: Mapping[str, Any]) -> list[str]:
         for arm, row in result["cost"].items()
     ]
     said = (
-        "Cost, means over seeds. Compute is busy time of a pool times its GPUs or CPU threads. Pass rates are those of "
-        f"fresh training tasks over {RECENT_STEPS} steps, up to the step that each arm had reached with as many steps, "
-        "as many sampled tokens, or as much compute as the cell that spent least:"
+        "Cost, means over the seeds that all these arms have. Compute is busy time of a pool times its GPUs or CPU "
+        "threads; graders at an endpoint are not in it. Pass rates are those of fresh training tasks over "
+        f"{RECENT_STEPS} steps, up to the step that each arm had reached with as many steps, as many sampled tokens, "
+        "or as much compute as the cell that spent least:"
     )
     return [said, "", *_table(["arm", *(name.strip() for name in columns)], rows), ""]
 

@@ -64,7 +64,7 @@ def write_report(run_dir: Path, path: Path | None = None) -> Path:
     views = _views(run_dir, chosen)
     page = render_page(
         "report.html.j2",
-        name=run_dir.name,
+        name=run_dir.absolute().name,
         made=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         steps=len(metrics),
         summary=summary_rows(metrics, evals, {}),

@@ -6,6 +6,7 @@ alone are seeds of one arm. Every value is escaped by the template engine, and t
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +29,7 @@ from orchestrator.cost import compare, step_costs
 from orchestrator.evaluation import (
     EVALUATIONS,
     Evaluation,
+    Figure,
     estimate_text,
     figures_of,
     grid,
@@ -35,12 +37,12 @@ from orchestrator.evaluation import (
 )
 from orchestrator.experiment import differing
 from orchestrator.group_view import GroupView, group_view
-from orchestrator.intervals import difference, ratio
+from orchestrator.intervals import Estimate, difference, ratio
 from orchestrator.panels import CURVES
 from orchestrator.report import MAX_PAGE_CHARS, occupancy, page_size, render_page, spread, write_page
 from orchestrator.runfiles import ARCHIVE, CONFIG, EVAL, GROUPS, METRICS, read_jsonl, require_run
 
-SEED = re.compile(r"-s\d+$")
+SEED = re.compile(r"-s(\d+)$")
 SHOWN_OF_A_RUN = 4
 """Groups of each list that one run contributes: a page holds many runs."""
 TIME_PARTS = ("rollout", "grading", "learning", "publish", "checkpoint", "idle")
@@ -53,7 +55,9 @@ class RunData:
     """One run, as much of it as there is."""
 
     name: str
+    """That of its folder; with those above it where several runs are called the same."""
     arm: str
+    seed: int | None
     folder: Path
     config: RunConfig
     metrics: Sequence[Row]
@@ -73,7 +77,7 @@ class ArmTable:
 
 
 def runs_of(folders: Sequence[Path]) -> list[Path]:
-    """Folders of runs; that of an experiment stands for its cells.
+    """Folders of runs, each once; that of an experiment stands for its cells.
 
     Raises:
         StorageError: one is neither.
@@ -87,7 +91,18 @@ def runs_of(folders: Sequence[Path]) -> list[Path]:
             found.append(folder)
     if not found:
         raise StorageError(f"{folders[0]}: no cell of this experiment has begun")
-    return found
+    return list({folder.resolve(): folder for folder in found}.values())
+
+
+def names_of(folders: Sequence[Path]) -> list[str]:
+    """A name for each: as much of the end of its path as tells it from the others."""
+    parts, depth = (
+        [Path(os.path.abspath(folder)).parts for folder in folders],
+        1,
+    )  # a link has the name that it was given
+    while len({one[-depth:] for one in parts}) < len(parts):
+        depth += 1
+    return ["/".join(one[-depth:]) for one in parts]
 
 
 def write_comparison(folders: Sequence[Path], path: Path) -> Path:
@@ -96,13 +111,13 @@ def write_comparison(folders: Sequence[Path], path: Path) -> Path:
     Raises:
         StorageError: a folder is no run, a file is damaged, or the page cannot be written.
     """
-    runs = [read_run(folder) for folder in runs_of(folders)]
+    found = runs_of(folders)
+    runs = [read_run(folder, name) for folder, name in zip(found, names_of(found), strict=True)]
     arms: dict[str, list[RunData]] = {}
     for run in runs:
         arms.setdefault(run.arm, []).append(run)
     lists, views = _browse(runs)
-    spent = {arm: [step_costs(run.folder, run.config) for run in members] for arm, members in arms.items()}
-    costs = {arm: found for arm, all_of in spent.items() if (found := [one for one in all_of if one])}
+    costs = {arm: {run.seed: step_costs(run.folder, run.config) for run in members} for arm, members in arms.items()}
     page = render_page(
         "compare.html.j2",
         made=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
@@ -112,7 +127,7 @@ def write_comparison(folders: Sequence[Path], path: Path) -> Path:
         charts=[c for c in curves(arms) if c is not None],
         heats=[c for c in heat_maps(arms) if c is not None],
         spent=[c for c in spending(runs) if c is not None],
-        costs=compare(costs, next(iter(costs))) if costs else {},
+        costs=compare(costs, next(iter(arms))),
         timelines=[(run.name, c) for run in runs if (c := occupancy(run.folder, run.metrics)) is not None],
         lists=lists,
         views=list(views.values()),
@@ -122,8 +137,8 @@ def write_comparison(folders: Sequence[Path], path: Path) -> Path:
     return write_page(path, page)
 
 
-def read_run(folder: Path) -> RunData:
-    """Everything that the page wants of one run.
+def read_run(folder: Path, name: str) -> RunData:
+    """Everything that the page wants of one run, under this name on it.
 
     Raises:
         StorageError: its configuration or another file is damaged.
@@ -133,16 +148,17 @@ def read_run(folder: Path) -> RunData:
         config = RunConfig.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
     except (OSError, yaml.YAMLError, ValidationError) as e:
         raise StorageError(f"{path}: cannot be read ({str(e).splitlines()[0]}); give the folder of a run") from None
-    name = folder.name
+    seed = SEED.search(name)
     return RunData(
         name=name,
         arm=SEED.sub("", name),
+        seed=None if seed is None else int(seed[1]),
         folder=folder,
         config=config,
         metrics=read_jsonl(folder / METRICS),
         groups=list({r["group_id"]: r for r in read_jsonl(folder / GROUPS)}.values()),
         evals=read_jsonl(folder / EVAL),
-        evaluation=_last_evaluation(folder),
+        evaluation=_last_evaluation(folder.absolute()),
     )
 
 
@@ -239,38 +255,47 @@ def spending(runs: Sequence[RunData]) -> list[Chart | None]:
 
 
 def heldout_table(arms: Mapping[str, Sequence[RunData]]) -> ArmTable | None:
-    """Figures of the last weights, where all of them were evaluated on the same tasks with as many samples."""
-    found = {arm: [run.evaluation for run in members if run.evaluation is not None] for arm, members in arms.items()}
-    found = {arm: members for arm, members in found.items() if members}
-    everything = [e for members in found.values() for e in members]
-    if not everything or len({e.samples for e in everything}) > 1:
+    """Figures of the last weights; why there are none, where tasks or numbers of samples are not the same."""
+    found = {arm: {run.seed: run.evaluation for run in members if run.evaluation} for arm, members in arms.items()}
+    found = {arm: seeds for arm, seeds in found.items() if seeds}
+    everything = [e for seeds in found.values() for e in seeds.values()]
+    if not everything:
         return None
-    graded = any(s.tier for e in everything for t in e.tasks for s in t.samples)
+    if len({(e.samples, tuple(t.task_id for t in e.tasks)) for e in everything}) > 1:
+        said = "These runs were evaluated on other tasks, or with other numbers of samples: no table can hold them."
+        return ArmTable(names=(), rows=(), note=said)
+    graded = any(e.graded for e in everything)
     known = any(s.known for e in everything for t in e.tasks for s in t.samples)
     shown = figures_of(everything[0].samples, graded=graded, known=known)
-    try:
-        grid(everything, shown[0].parts)
-    except StorageError:
-        return None
     rows: list[tuple[str, tuple[str, ...]]] = []
     first = next(iter(found.values()))
     for f in shown:
-        grids = {arm: grid(members, f.parts) for arm, members in found.items()}
-        rows.append((f.name, tuple(estimate_text(ratio(*pair), f.unit) for pair in grids.values())))
+        grids = [grid(list(seeds.values()), f.parts) for seeds in found.values()]
+        rows.append((f.name, tuple(estimate_text(ratio(*pair), f.unit) for pair in grids)))
         if len(found) > 1 and f.name != "masked":
-            theirs = grid(first, f.parts)
-            apart = [
-                estimate_text(difference(*pair, *theirs), f.unit, signed=True) if len(members) == len(first) else "-"
-                for pair, members in zip(grids.values(), found.values(), strict=True)
-            ]
+            apart = [estimate_text(_apart(seeds, first, f), f.unit, signed=True) for seeds in found.values()]
             rows.append(("less the first", ("", *apart[1:])))
     one = everything[0]
     return ArmTable(
-        names=tuple(f"{arm} ({len(members)})" for arm, members in found.items()),
+        names=tuple(f"{arm} ({len(seeds)})" for arm, seeds in found.items()),
         rows=tuple(rows),
         note=f"{len(one.tasks)} held-out tasks of {one.source}, {one.samples} samples each; in brackets the number of "
-        "seeds; 95 % bootstrap intervals over tasks and seeds; differences are paired by seed and task.",
+        "seeds; 95 % bootstrap intervals over tasks and seeds; differences are paired by seed and task, over the "
+        "seeds that both arms have; single runs by task.",
     )
+
+
+def _apart(
+    mine: Mapping[int | None, Evaluation], theirs: Mapping[int | None, Evaluation], f: Figure
+) -> Estimate | None:
+    """The first less the other, over the seeds that both have; one run each is held against the other whatever its
+    seed."""
+    if len(mine) == len(theirs) == 1:
+        return difference(*grid([*mine.values()], f.parts), *grid([*theirs.values()], f.parts))
+    seeds = [seed for seed in mine if seed in theirs]
+    if not seeds:
+        return None
+    return difference(*grid([mine[s] for s in seeds], f.parts), *grid([theirs[s] for s in seeds], f.parts))
 
 
 def config_differences(runs: Sequence[RunData]) -> list[tuple[str, tuple[str, ...]]]:

@@ -13,6 +13,7 @@ from test_experiment import Children, file, open_experiment, run
 from typer.testing import CliRunner, Result
 
 from configs.errors import ConfigError
+from infra.errors import StorageError
 from orchestrator import cli
 from orchestrator.evaluation import write_evaluation
 
@@ -36,6 +37,8 @@ def test_an_experiment_says_what_is_left_and_for_how_long(file: Path) -> None:
     run(open_experiment(file), Children(open_experiment(file)), ["outcome:0"])
     shown = gagar("experiment", file, "--table")
     assert shown.exit_code == 0 and "| outcome | 1 | 25.0 [" in shown.output
+    other = gagar("experiment", file, "set=[steps=9]", "--table")
+    assert isinstance(other.exception, StorageError) and "(steps differ)" in str(other.exception)
     assert "3 to go" in gagar("experiment", file, "--dry-run").output
 
 

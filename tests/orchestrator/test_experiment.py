@@ -20,9 +20,9 @@ from configs.load import load
 from configs.schema import AdvantageMode
 from infra.errors import GagarError, StorageError
 from orchestrator.evaluation import write_evaluation
-from orchestrator.experiment import CellState, Experiment, differing, load_experiment, remaining
+from orchestrator.experiment import CellState, Experiment, alone, differing, load_experiment, remaining
 from orchestrator.experiment_run import Say, child, run_experiment
-from orchestrator.experiment_table import markdown
+from orchestrator.experiment_table import markdown, write_table
 
 BASE = """\
 name: base
@@ -150,7 +150,7 @@ def test_a_whole_experiment_seed_by_seed_and_its_table(file: Path) -> None:
     assert cost["tokens"] == pytest.approx(4 * 10 * 50.0) and cost["pass_rate"] == pytest.approx(0.25)
     text = (experiment.folder / "table.md").read_text()
     assert text == markdown(result)
-    assert "| redistribute | outcome | +25.0 [" in text.replace("**", "")
+    assert "| redistribute | outcome | 2 | +25.0 [" in text.replace("**", "")
     assert "**-50.0 [-50.0, -50.0] points**" in text, "clear of zero"
 
 
@@ -186,6 +186,50 @@ def test_a_cell_of_another_configuration_is_refused_by_key(file: Path) -> None:
         StorageError, match=r"outcome-s0: was begun with another configuration \(learner\.optimizer\.lr"
     ):
         run(other := open_experiment(file, "set=[learner.optimizer.lr=0.5]"), Children(other))
+
+
+def test_what_stands_in_one_table_was_begun_with_one_configuration(file: Path) -> None:
+    run(open_experiment(file), Children(open_experiment(file)), ["outcome:0"])
+    other = open_experiment(file, "set=[learner.optimizer.lr=0.5]")
+    with pytest.raises(StorageError, match=r"outcome-s0: was begun with another configuration"):
+        run(other, Children(other), ["capped:0"])  # outcome-s0 is not asked for, but would stand beside it
+    fewer = open_experiment(file, "evaluation.samples=2")
+    with pytest.raises(StorageError, match=r"evaluations: was begun with another configuration \(eval\.samples differ"):
+        run(fewer, Children(fewer))
+    with pytest.raises(
+        StorageError, match=r"outcome-s0\.json: is of 4 tasks with 3 samples, the experiment of 4 with 2"
+    ):
+        write_table(fewer)  # else avg@3 would stand under avg@2
+
+
+def test_a_cell_that_was_moved_away_does_not_leave_its_figures(file: Path) -> None:
+    experiment = open_experiment(file)
+    run(experiment, Children(experiment), ["outcome:0"])
+    cell = experiment.folder / "outcome-s0"
+    cell.rename(experiment.folder / "old")
+    with pytest.raises(StorageError, match=r"outcome-s0\.json: its run is gone"):
+        run(experiment, Children(experiment), ["outcome:0"])
+    experiment.evaluation_file("outcome-s0").unlink()
+    again = Children(experiment)
+    assert run(experiment, again, ["outcome:0"]) == [] and again.asked == ["train outcome-s0", "eval outcome-s0"]
+
+
+def test_two_processes_do_not_work_on_one_experiment(file: Path) -> None:
+    experiment = open_experiment(file)
+    with alone(experiment), pytest.raises(GagarError, match="another process runs this experiment"):
+        run(experiment, Children(experiment))
+    assert run(experiment, Children(experiment), ["outcome:0"]) == []
+
+
+def test_a_table_without_the_reference_and_without_a_cells_files(file: Path) -> None:
+    experiment = open_experiment(file)
+    run(experiment, Children(experiment), ["redistribute", "capped:0"])
+    (experiment.folder / "capped-s0" / "metrics.jsonl").unlink()
+    result = write_table(experiment)
+    assert result["differences"]["capped"]["seeds"] == [0]
+    assert list(result["cost"]) == ["redistribute"] and result["cost"]["redistribute"]["tokens_saved"] is None
+    text = markdown(result)
+    assert "| capped | redistribute | 1 | " in text and "saved against outcome %" in text
 
 
 def test_arms_share_the_order_of_tasks_and_seeds_do_not(file: Path) -> None:

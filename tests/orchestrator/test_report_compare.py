@@ -21,7 +21,16 @@ from infra.errors import StorageError
 from orchestrator.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, band_chart, heat_map
 from orchestrator.cost import StepCost, at_most, compare, step_costs
 from orchestrator.evaluation import write_evaluation
-from orchestrator.report_compare import band, config_differences, read_run, runs_of, write_comparison
+from orchestrator.metrics import pool_units
+from orchestrator.report_compare import (
+    band,
+    config_differences,
+    heldout_table,
+    names_of,
+    read_run,
+    runs_of,
+    write_comparison,
+)
 
 
 def make(folder: Path, passes: list[int] | None = None, **changes: Any) -> Path:
@@ -74,19 +83,50 @@ def test_an_experiment_stands_for_its_cells_and_no_run_is_an_error(tmp_path: Pat
         runs_of([tmp_path])
     (tmp_path / "exp" / "a-s0" / "config.yaml").write_text("name: [")
     with pytest.raises(StorageError, match=r"config\.yaml: cannot be read"):
-        read_run(tmp_path / "exp" / "a-s0")
+        read_run(tmp_path / "exp" / "a-s0", "a-s0")
 
 
 def test_a_cell_has_its_evaluation_beside_it(tmp_path: Path) -> None:
     cell = make(tmp_path / "exp" / "a-s0")
-    assert read_run(cell).evaluation is None
+    assert read_run(cell, "a-s0").evaluation is None
     write_evaluation(tmp_path / "exp" / "evaluations" / "a-s0.json", simple("a-s0", [1]))
-    found = read_run(cell)
-    assert found.evaluation is not None and found.evaluation.label == "a-s0" and found.arm == "a"
+    found = read_run(cell, "a-s0")
+    assert found.evaluation is not None and found.evaluation.label == "a-s0" and (found.arm, found.seed) == ("a", 0)
+
+
+def test_runs_are_themselves_once_and_told_apart_by_their_folders(tmp_path: Path) -> None:
+    one, other = make(tmp_path / "x" / "a-s0", [1, 1]), make(tmp_path / "y" / "a-s0", [3, 3])
+    assert runs_of([one, tmp_path / "x" / ".." / "x" / "a-s0"]) == [tmp_path / "x" / ".." / "x" / "a-s0"]
+    assert names_of([one]) == ["a-s0"] and names_of([one, other]) == ["x/a-s0", "y/a-s0"]
+    page = Page(write_comparison([one, other, one], tmp_path / "page.html"))
+    assert "2 arms, 2 runs" in page.text, "not two seeds of one arm"
+    group_id = stored_group().group_id
+    assert f"x/a-s0/{group_id}" in page.text and f"y/a-s0/{group_id}" in page.text
+
+
+def test_held_out_differences_are_paired_by_seed_not_by_place(tmp_path: Path) -> None:
+    """a has seeds 0, 1, 2, b has 2 and 1: a passes one of three more in each of these, and far fewer in seed 0."""
+    passes = {"a-s0": [0] * 4, "a-s1": [1] * 4, "a-s2": [3] * 4, "b-s2": [2] * 4, "b-s1": [0] * 4}
+    arms: dict[str, list[Any]] = {}
+    for name, counts in passes.items():
+        run = read_run(make(tmp_path / name, counts), name)
+        arms.setdefault(run.arm, []).append(run)
+    table = heldout_table({"b": arms["b"], "a": arms["a"]})
+    assert table is not None and table.rows[1] == ("less the first", ("", "+33.3 [+33.3, +33.3] points"))
+    lonely = heldout_table({"b": arms["b"], "a": arms["a"][:1]})
+    assert lonely is not None and lonely.rows[1] == ("less the first", ("", "-")), "no seed in common"
+    single = heldout_table({"b": arms["b"][:1], "a": arms["a"][1:2]})
+    assert single is not None and single.rows[1][1][1].startswith("-33.3"), "one run each: by task"
+    short = read_run(make(tmp_path / "c", [1]), "c")
+    none = heldout_table({"a": arms["a"], "c": [short]})
+    assert none is not None and not none.rows and "evaluated on other tasks" in none.note
+    assert (
+        "evaluated on other tasks" in write_comparison([tmp_path / "a-s0", tmp_path / "c"], tmp_path / "x").read_text()
+    )
 
 
 def test_configurations_differ_by_key(tmp_path: Path) -> None:
-    runs = [read_run(make(tmp_path / "a")), read_run(make(tmp_path / "b", steps=9))]
+    runs = [read_run(make(tmp_path / "a"), "a"), read_run(make(tmp_path / "b", steps=9), "b")]
     assert config_differences(runs) == [("steps", ("3", "9"))]
 
 
@@ -119,7 +159,7 @@ def cost(step: int, tokens: float, compute: float, rate: float, each: float = 50
 def test_equal_steps_tokens_and_compute_by_hand() -> None:
     slow = [cost(i, 100.0 * i, 10.0 * i, 0.1 * i, 100.0) for i in range(1, 5)]
     quick = [cost(i, 50.0 * i, 20.0 * i, 0.2 * i, 50.0) for i in range(1, 6)]
-    found = compare({"slow": [slow], "quick": [quick]}, "slow")
+    found = compare({"slow": {0: slow}, "quick": {0: quick}}, "slow")
     # Four steps in common; then slow has 400 tokens and 40 s, quick 200 tokens and 80 s.
     assert found["slow"]["steps"] == found["quick"]["steps"] == 4.0
     assert found["slow"]["steps_at_equal_tokens"] == 2.0 and found["quick"]["steps_at_equal_tokens"] == 4.0
@@ -128,6 +168,34 @@ def test_equal_steps_tokens_and_compute_by_hand() -> None:
     assert found["quick"]["pass_rate_at_equal_compute"] == pytest.approx((0.2 + 0.4) / 2)
     assert found["quick"]["tokens_saved"] == pytest.approx(0.5) and found["slow"]["tokens_saved"] == 0.0
     assert at_most(slow, 99.0, "tokens") is None
+
+
+def test_costs_are_of_the_seeds_that_all_arms_have_and_of_runs_with_a_step() -> None:
+    """Seed 1 has other tasks: an arm that lacks it must not be held against a mean over both."""
+    arm = {seed: [cost(1, 100.0 + 100.0 * seed, 1.0, 0.1 + seed, 50.0 + seed)] for seed in (0, 1)}
+    found = compare({"both": arm, "one": {0: arm[0], 1: []}, "none": {0: []}}, "absent")
+    assert sorted(found) == ["both", "one"] and found["both"] == found["one"]
+    assert found["both"]["seeds"] == 1.0 and found["both"]["tokens"] == 100.0 and found["both"]["pass_rate"] == 0.1
+    assert found["both"]["tokens_saved"] is None, "the reference is not there, and nothing else stands for it"
+    apart = compare({"a": {0: arm[0]}, "b": {1: arm[1]}}, "a")
+    assert apart["b"]["seeds"] == 1.0 and apart["b"]["tokens_saved"] == pytest.approx(1.0 - 51.0 / 50.0)
+    assert compare({"a": {0: []}}, "a") == {}
+
+
+def test_canaries_cost_what_graders_cost_and_a_step_takes_its_own_part_of_a_span(tmp_path: Path) -> None:
+    run = make(tmp_path / "a", grader={"backend": {"type": "vllm", "engine": {"model": "judge", "threads": 1}}})
+    metrics = [{"step": i, "time_s": 1000.0 + 10 * i, "time/step_s": 10.0} for i in (1, 2)]
+    metrics.append({"step": 3, "time_s": 1020.0})
+    (run / "metrics.jsonl").write_text("".join(json.dumps(m) + "\n" for m in metrics))
+    spans = [("grade", 2.0, 4.0), ("canary", 3.0, 6.0), ("canary", 8.0, 13.0), ("rollout", 5.0, 25.0)]
+    lines = [{"anchor": {"unix_s": 1000.0, "monotonic_s": 0.0}}]
+    lines += [{"name": name, "start_s": start, "end_s": end} for name, start, end in spans]
+    (run / "spans.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    config = RunConfig.model_validate(yaml.safe_load((run / "config.yaml").read_text()))
+    units = pool_units(config)
+    costs = step_costs(run, config)
+    assert [c.busy["grader"] / units["grader"] for c in costs] == [4.0 + 2.0, 6.0 + 3.0, 9.0]
+    assert [c.busy["rollout"] / units["rollout"] for c in costs] == [5.0, 15.0, 15.0] and costs[2].wall_s == 20.0
 
 
 def test_costs_of_a_run_are_read_from_its_files(tmp_path: Path) -> None:
