@@ -71,8 +71,6 @@ def write_sheet(path: Path, audit: Audit, groups: Sequence[StoredGroup]) -> Path
     Raises:
         StorageError: it cannot be written.
     """
-    from markupsafe import Markup
-
     script = (Path(__file__).parent / "templates" / "audit_sheet.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     page = render_page(
@@ -81,7 +79,7 @@ def write_sheet(path: Path, audit: Audit, groups: Sequence[StoredGroup]) -> Path
         cases=[_case(group) for group in groups],
         dimensions=DIMENSIONS,
         flags=[(flag.value, said) for flag, said in FLAGS],
-        script=Markup(script),
+        script=script,
         script_digest=digest,
     )
     return write_page(path, page)
