@@ -62,6 +62,7 @@ async def _run_all(experiment: Experiment, cells: Sequence[Cell], *, say: Say, r
         if experiment.state(cell) is CellState.RUNNING:
             raise GagarError(f"{cell.run_dir}: is run by another process; wait for it, or stop it (gagar status)")
     write_configs(experiment, cells)
+    write_table(experiment)  # a damaged file of what is complete is told now, not after hours
     times = JsonlFile(experiment.folder / CELLS, sync=True)
     work = _Work(experiment, times, say, run or child)
     if not experiment.evaluation_file(START).is_file():

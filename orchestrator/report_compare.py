@@ -77,7 +77,8 @@ class ArmTable:
 
 
 def runs_of(folders: Sequence[Path]) -> list[Path]:
-    """Folders of runs, each once; that of an experiment stands for its cells.
+    """Folders of runs, each once; that of an experiment stands for its cells. What a cell that began anew kept
+    beside itself, or was moved aside, is none.
 
     Raises:
         StorageError: one is neither.
@@ -85,7 +86,7 @@ def runs_of(folders: Sequence[Path]) -> list[Path]:
     found: list[Path] = []
     for folder in folders:
         if (folder / "experiment.yaml").is_file():
-            found += sorted(p.parent for p in folder.glob(f"*/{CONFIG}"))
+            found += sorted(p.parent for p in folder.glob(f"*/{CONFIG}") if SEED.search(p.parent.name))
         else:
             require_run(folder)
             found.append(folder)

@@ -214,6 +214,20 @@ def test_a_cell_that_was_moved_away_does_not_leave_its_figures(file: Path) -> No
     assert run(experiment, again, ["outcome:0"]) == [] and again.asked == ["train outcome-s0", "eval outcome-s0"]
 
 
+def test_a_damaged_file_of_a_complete_cell_is_told_before_anything_runs(file: Path) -> None:
+    experiment = open_experiment(file)
+    run(experiment, Children(experiment), ["outcome:0"])
+    metrics = experiment.folder / "outcome-s0" / "metrics.jsonl"
+    whole = metrics.read_text()
+    metrics.write_text(whole[:-20])
+    assert write_table(experiment)["cost"]["outcome"]["steps"] == 3.0, "a last line that was cut off is left out"
+    metrics.write_text(whole.replace('"step": 2', '"step" 2'))
+    later = Children(experiment)
+    with pytest.raises(StorageError, match=r"metrics\.jsonl:2: not JSON"):
+        run(experiment, later)
+    assert later.asked == []
+
+
 def test_two_processes_do_not_work_on_one_experiment(file: Path) -> None:
     experiment = open_experiment(file)
     with alone(experiment), pytest.raises(GagarError, match="another process runs this experiment"):

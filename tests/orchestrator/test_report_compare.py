@@ -77,6 +77,7 @@ def test_hostile_names_and_values_stay_text(tmp_path: Path) -> None:
 def test_an_experiment_stands_for_its_cells_and_no_run_is_an_error(tmp_path: Path) -> None:
     make(tmp_path / "exp" / "a-s0")
     make(tmp_path / "exp" / "a-s1")
+    make(tmp_path / "exp" / "a-s1.20261130-120000")
     (tmp_path / "exp" / "experiment.yaml").write_text("name: exp\n")
     assert [p.name for p in runs_of([tmp_path / "exp"])] == ["a-s0", "a-s1"]
     with pytest.raises(StorageError, match="not the folder of a run"):
