@@ -18,6 +18,8 @@ import numpy.typing as npt
 
 DRAWS = 4000
 LEVEL = 0.95
+MIN_TASKS = 3
+"""That a figure rests on, for an interval."""
 _SEED = 20261130
 """Of the draws: the same numbers give the same interval."""
 
@@ -27,8 +29,9 @@ Grid = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """A figure and the interval that holds 95 % of its bootstrap draws; the ends are None where there is one task, or
-    where more than 5 % of the draws took nothing that the figure is of."""
+    """A figure and the interval that holds 95 % of its bootstrap draws; the ends are None where fewer than MIN_TASKS
+    have anything that the figure is of, or more than 5 % of the draws took nothing of it (one seed of two has it alone).
+    """
 
     value: float
     low: float | None
@@ -45,7 +48,7 @@ def ratio(parts: Grid, wholes: Grid) -> Estimate | None:
     if not (total := float(wholes.sum())):
         return None
     draws = _ratios(parts, wholes, *_weights(parts.shape))
-    return _estimate(float(parts.sum()) / total, draws, tasks=parts.shape[1])
+    return _estimate(float(parts.sum()) / total, draws, tasks=_tasks(wholes))
 
 
 def difference(parts: Grid, wholes: Grid, other_parts: Grid, other_wholes: Grid) -> Estimate | None:
@@ -56,7 +59,7 @@ def difference(parts: Grid, wholes: Grid, other_parts: Grid, other_wholes: Grid)
     weights = _weights(parts.shape)
     draws = _ratios(parts, wholes, *weights) - _ratios(other_parts, other_wholes, *weights)
     value = float(parts.sum()) / float(wholes.sum()) - float(other_parts.sum()) / float(other_wholes.sum())
-    return _estimate(value, draws, tasks=parts.shape[1])
+    return _estimate(value, draws, tasks=min(_tasks(wholes), _tasks(other_wholes)))
 
 
 def pass_at_k(passes: int, samples: int, k: int) -> float:
@@ -110,9 +113,14 @@ def _ratios(parts: Grid, wholes: Grid, seeds: Grid, tasks: Grid) -> npt.NDArray[
         return np.where(below > 0.0, above / below, np.nan)
 
 
+def _tasks(wholes: Grid) -> int:
+    """How many tasks have anything."""
+    return int((wholes.sum(axis=0) > 0.0).sum())
+
+
 def _estimate(value: float, draws: npt.NDArray[np.float64], *, tasks: int) -> Estimate:
     known = draws[~np.isnan(draws)]
-    if tasks < 2 or known.size < LEVEL * draws.size:
+    if tasks < MIN_TASKS or known.size < LEVEL * draws.size:
         return Estimate(value=value, low=None, high=None)
     tail = 100.0 * (1.0 - LEVEL) / 2.0
     low, high = np.percentile(known, [tail, 100.0 - tail]).tolist()

@@ -69,8 +69,9 @@ def test_a_figure_of_one_task_or_two_or_of_one_seed_has_no_interval() -> None:
             assert found is not None and found.value == pytest.approx(value)
             assert (found.low is not None) == (found.high is not None) == known, informed
             assert found.clear_of_zero == known
-    alone = ratio(np.ones((3, 1)), np.ones((3, 1)))
-    assert alone is not None and alone.value == 1.0 and alone.low is None, "of one task"
+    alone, both = ratio(np.ones((3, 1)), np.ones((3, 1))), ratio(np.ones((3, 2)), np.ones((3, 2)))
+    assert alone is not None and alone.value == 1.0 and alone.low is None, "of one task, which every draw takes"
+    assert both is not None and both.low is None, "of two"
     half = np.vstack([np.ones((1, 60)), np.zeros((1, 60))])
     assert (seed := ratio(half, half)) is not None and seed.low is None, "one seed of two has it at all"
 
