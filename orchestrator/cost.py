@@ -126,7 +126,8 @@ def compare(
     there are none, each arm has its own.
 
     Equal steps: the fewest that any run has. Equal tokens and equal compute: the least that any run had spent by then.
-    What an arm saves is None where the reference is not there.
+    What an arm saves is None where the reference is not there; where it stands at an equal budget, if a seed of it had
+    not finished a step by then.
     """
     begun = {arm: {seed: costs for seed, costs in seeds.items() if costs} for arm, seeds in arms.items()}
     begun = {arm: seeds for arm, seeds in begun.items() if seeds}
@@ -160,13 +161,11 @@ def _compare(arms: Mapping[str, Sequence[Sequence[StepCost]]], reference: str) -
         row["tokens_per_trajectory"] = _mean([recent(costs, steps, "step_tokens") for costs in runs])
         row["pass_rate"] = _mean([recent(costs, steps, "pass_rate") for costs in runs])
         for name, budget, of in (("tokens", tokens, "tokens"), ("compute", compute_s, "compute_s")):
-            reached = [at_most(costs, budget, of) for costs in runs]
-            row[f"steps_at_equal_{name}"] = _mean([None if c is None else float(c.step) for c in reached])
-            rates = [
-                None if c is None else recent(costs, c.step, "pass_rate")
-                for costs, c in zip(runs, reached, strict=True)
-            ]
-            row[f"pass_rate_at_equal_{name}"] = _mean(rates)
+            reached = [(costs, c) for costs in runs if (c := at_most(costs, budget, of)) is not None]
+            whole = len(reached) == len(runs)  # a mean over the seeds that were cheap enough would favour the arm
+            row[f"steps_at_equal_{name}"] = _mean([float(c.step) for _, c in reached]) if whole else None
+            rates = [recent(costs, c.step, "pass_rate") for costs, c in reached]
+            row[f"pass_rate_at_equal_{name}"] = _mean(rates) if whole else None
         found[arm] = row
     theirs = found.get(reference, {}).get("tokens_per_trajectory")
     for row in found.values():

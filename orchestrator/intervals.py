@@ -30,7 +30,7 @@ Grid = npt.NDArray[np.float64]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
     """A figure and the interval that holds 95 % of its bootstrap draws; the ends are None where fewer than MIN_TASKS
-    have anything that the figure is of, or more than 5 % of the draws took nothing of it (one seed of two has it alone).
+    have anything that the figure is of, or more than 5 % of the draws took nothing of it: one seed of two has it alone.
     """
 
     value: float

@@ -181,6 +181,10 @@ def test_costs_are_of_the_seeds_that_all_arms_have_and_of_runs_with_a_step() -> 
     apart = compare({"a": {0: arm[0]}, "b": {1: arm[1]}}, "a")
     assert apart["b"]["seeds"] == 1.0 and apart["b"]["tokens_saved"] == pytest.approx(1.0 - 51.0 / 50.0)
     assert compare({"a": {0: []}}, "a") == {}
+    dear = {0: arm[0], 1: [cost(1, 900.0, 1.0, 0.9)]}
+    found = compare({"cheap": arm, "dear": dear}, "cheap")
+    assert found["dear"]["steps_at_equal_tokens"] is found["dear"]["pass_rate_at_equal_tokens"] is None
+    assert found["dear"]["pass_rate_at_equal_compute"] == pytest.approx((0.1 + 0.9) / 2)
 
 
 def test_canaries_cost_what_graders_cost_and_a_step_takes_its_own_part_of_a_span(tmp_path: Path) -> None:
