@@ -173,7 +173,7 @@ def markdown(result: Mapping[str, Any]) -> str:
     ]
     if result["differences"]:
         lines += [
-            "Differences, paired by seed and task; **bold** where the interval is clear of zero:",
+            "Differences, paired by seed and task; **bold** where the interval of two seeds or more is clear of zero:",
             "",
             *_table(
                 ["arm", "against", "seeds", f"avg@{k}", "T1 of graded", "T1 of known", "turns", "tokens"],
@@ -206,7 +206,8 @@ def _difference_rows(result: Mapping[str, Any], k: int) -> list[list[str]]:
     rows = []
     for arm, row in result["differences"].items():
         if row is not None:
-            texts = [_text(row["heldout"].get(name), name, signed=True) for name in names]
+            found = [(row["heldout"].get(name), name) for name in names]
+            texts = [_text(value, name, signed=True, bold=len(row["seeds"]) > 1) for value, name in found]
             rows.append([arm, row["against"], str(len(row["seeds"])), *texts])
     return rows
 
@@ -215,12 +216,13 @@ def _names(k: int) -> list[str]:
     return [f"avg@{k}", f"pass@{k}", "T1 of graded passes", "T1 of known passes", "turns", "response tokens"]
 
 
-def _text(value: Mapping[str, float | None] | None, name: str, *, signed: bool = False) -> str:
+def _text(value: Mapping[str, float | None] | None, name: str, *, signed: bool = False, bold: bool = False) -> str:
+    """`bold`: where the interval is clear of zero."""
     if value is None or value["value"] is None:
         return "-"
     estimate = Estimate(value=value["value"], low=value["low"], high=value["high"])
     text = estimate_text(estimate, "number" if name in ("turns", "response tokens") else "percent", signed=signed)
-    return f"**{text}**" if signed and estimate.clear_of_zero else text
+    return f"**{text}**" if bold and estimate.clear_of_zero else text
 
 
 def _range(value: Mapping[str, float] | None, name: str) -> str:

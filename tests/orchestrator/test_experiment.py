@@ -243,7 +243,8 @@ def test_a_table_without_the_reference_and_without_a_cells_files(file: Path) -> 
     assert result["differences"]["capped"]["seeds"] == [0]
     assert list(result["cost"]) == ["redistribute"] and result["cost"]["redistribute"]["tokens_saved"] is None
     text = markdown(result)
-    assert "| capped | redistribute | 1 | " in text and "saved against outcome %" in text
+    assert "| capped | redistribute | 1 | +25.0 [+8.3, +33.3] points |" in text, "one seed: not bold"
+    assert "saved against outcome %" in text
 
 
 def test_arms_share_the_order_of_tasks_and_seeds_do_not(file: Path) -> None:
