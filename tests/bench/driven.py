@@ -44,7 +44,7 @@ ROLES: Sequence[tuple[str, str]] = (
     (r"^ray::(DashboardAgent|RuntimeEnvAgent)", LINGERS),
     (r"^ray::", "ray worker"),
     (r"default_worker\.py|setup_worker\.py", "ray worker"),
-    (r"ray/_private|ray/dashboard|ray/autoscaler|ray-dashboard", "ray agent"),
+    (r"ray/_private|ray/dashboard|ray/autoscaler|ray-dashboard|-m ray\.util\.client", "ray agent"),
     (r"wandb-core|gpu_stats|wandb", "wandb"),
     (r"jail_server|bwrap", "jail server"),
 )
