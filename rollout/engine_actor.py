@@ -37,8 +37,8 @@ def environment(config: EngineConfig) -> dict[str, str]:
         # oneDNN keeps a kernel for each number of rows that a step had, 1,024 of them: 450 MiB in two minutes of full
         # load. A step needs one for each shape of the model's weights, a handful.
         env["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = "32"
-        # vLLM keeps 512 MiB of grammars, but every request of a grader has one of its own. What xgrammar's cache counts is
-        # not all that it keeps: with room for 8 MiB it held 115 after 1,750 grammars, and went on growing.
+        # vLLM keeps 512 MiB of grammars, but every request of a grader has one of its own. What xgrammar's cache counts
+        # is not all that it keeps: with room for 8 MiB it held 100 after 1,750 grammars, and went on growing.
         env["VLLM_XGRAMMAR_CACHE_MB"] = "1"
         if config.enforce_eager:
             # A helper of the sampler is compiled even then: 12 s of g++ at the first token, on every start.
