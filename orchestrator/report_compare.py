@@ -97,10 +97,8 @@ def runs_of(folders: Sequence[Path]) -> list[Path]:
 
 def names_of(folders: Sequence[Path]) -> list[str]:
     """A name for each: as much of the end of its path as tells it from the others."""
-    parts, depth = (
-        [Path(os.path.abspath(folder)).parts for folder in folders],
-        1,
-    )  # a link has the name that it was given
+    parts = [Path(os.path.abspath(folder)).parts for folder in folders]  # a link has the name that it was given
+    depth = 1
     while len({one[-depth:] for one in parts}) < len(parts):
         depth += 1
     return ["/".join(one[-depth:]) for one in parts]
