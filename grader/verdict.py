@@ -74,6 +74,21 @@ class FallbackReason(StrEnum):
     """Set by the driver: the grader's process died."""
 
 
+UNANSWERED = frozenset(
+    {
+        FallbackReason.TIMEOUT,
+        FallbackReason.ENGINE_ERROR,
+        FallbackReason.ENDPOINT_ERROR,
+        FallbackReason.ENDPOINT_LOST,
+        FallbackReason.GRADER_ERROR,
+        FallbackReason.WORKER_LOST,
+    }
+)
+"""Fallbacks for want of an answer: asked again, the grader may give one."""
+NO_VERDICT = UNANSWERED | {FallbackReason.MISMATCH, FallbackReason.PROMPT_TOO_LONG}
+"""Fallbacks that say nothing about the model's verdicts: there was none to be judged."""
+
+
 class InvalidVerdict(Exception):
     """A verdict that must not move any advantage."""
 

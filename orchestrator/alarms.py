@@ -13,22 +13,8 @@ from statistics import fmean
 from typing import Any
 
 from configs.schema import GraderConfig
-from grader.verdict import FallbackReason
+from grader.verdict import NO_VERDICT, FallbackReason
 from orchestrator.mixer import Mixer
-
-NO_VERDICT = frozenset(
-    {
-        FallbackReason.MISMATCH,
-        FallbackReason.PROMPT_TOO_LONG,
-        FallbackReason.TIMEOUT,
-        FallbackReason.ENGINE_ERROR,
-        FallbackReason.ENDPOINT_ERROR,
-        FallbackReason.ENDPOINT_LOST,
-        FallbackReason.GRADER_ERROR,
-        FallbackReason.WORKER_LOST,
-    }
-)
-"""Fallbacks that say nothing about the model's verdicts: there was none to be judged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,6 +37,7 @@ from orchestrator.blind_audit import (
 from orchestrator.evaluation import estimate_text, read_evaluation
 from orchestrator.grading import (
     Asked,
+    answered,
     default_order_seed,
     grade_groups,
     read_results,
@@ -148,11 +149,11 @@ def _model(grader: GraderConfig | None) -> str | None:
 
 
 def _grade(config: RunConfig, groups: Sequence[StoredGroup], file: Path, console: Console) -> dict[str, GradeReply]:
-    """Every case once; those that the file has are not graded again."""
+    """Every case once; those whose grader has answered before are not graded again."""
     assert config.grader is not None
     timeout_s = config.grader.timeout_s
     setup = setup_digest(config, repeat=1, permute=False)
-    done = dict(read_results(file, setup))
+    done = {case: result for case, result in read_results(file, setup).items() if answered(result)}
     left = [group for group in groups if group.group_id not in done]
     progress = Progress(0, config.telemetry.progress_every_s, console=console)
     kept = JsonlFile(file, sync=True)

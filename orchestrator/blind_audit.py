@@ -102,7 +102,8 @@ def find_evaluations(text: str) -> list[Path]:
 def draw(
     names: tuple[str, str], files: tuple[Sequence[Path], Sequence[Path]], *, tasks: int, most: int, seed: int
 ) -> tuple[Audit, list[StoredGroup]]:
-    """Draw `tasks` held-out tasks, whatever became of them, and up to `most` trajectories of each run and task.
+    """Draw `tasks` held-out tasks, whatever became of them, and up to `most` trajectories of each run and task. A task
+    that a small source gives twice is drawn once.
 
     Where there are several evaluations of each run (its seeds), tasks take them in turn, the same seed for both.
 
@@ -111,14 +112,17 @@ def draw(
         ConfigError: the runs have not the same seeds, or fewer tasks than are to be drawn.
     """
     pairs = _pairs(names, files)
-    known = [t.task_id for t in pairs[0][0].evaluation.tasks]
+    first: dict[str, int] = {}
+    for i, task in enumerate(pairs[0][0].evaluation.tasks):
+        first.setdefault(task.task_id, i)
+    known = list(first.values())
     if tasks > len(known):
         raise ConfigError(
-            f"--tasks {tasks}: the evaluations have {len(known)} tasks; give at most that, or evaluate more"
+            f"--tasks {tasks}: the evaluations have {len(known)} different tasks; give at most that, or evaluate more"
         )
     rng = random.Random(f"audit/{seed}")
     drawn, groups = [], []
-    for number, index in enumerate(rng.sample(range(len(known)), tasks)):
+    for number, index in enumerate(rng.sample(known, tasks)):
         one, group = _case(f"case-{number + 1:03d}", pairs[number % len(pairs)], index, most, rng)
         drawn.append(one)
         groups += [group] if group is not None else []

@@ -28,6 +28,7 @@ from configs.schema import RunConfig
 from grader.candidates import shuffled
 from grader.exchange import GradeRequest, accept, base_state_of, lost_reply
 from grader.stored import StoredGroup, finding
+from grader.verdict import UNANSWERED
 from infra.errors import GraderError, StorageError
 from infra.pool import ActorLost, ActorPool, ActorTimeout
 from infra.sinks import JsonlFile
@@ -120,6 +121,11 @@ def still_holds(result: GroupResult, group: StoredGroup) -> bool:
     passing = tuple(t.trajectory_id for t in group.trajectories if t.passed)
     states = {grading.reply.base_state for grading in result.gradings}
     return set(result.passing) == set(passing) and states == {base_state_of(group.task)}
+
+
+def answered(result: GroupResult) -> bool:
+    """Whether no grading of a result failed for want of an answer; a valid answer or a bad verdict is one."""
+    return not any(grading.reply.fallback_reason in UNANSWERED for grading in result.gradings)
 
 
 # ---- grading ---------------------------------------------------------------------------------------------------------
@@ -258,7 +264,7 @@ def run_grading(
     done = {
         g.group_id: replace(known[g.group_id], labels=g.labels)
         for g in target.groups
-        if g.group_id in known and still_holds(known[g.group_id], g)
+        if g.group_id in known and answered(known[g.group_id]) and still_holds(known[g.group_id], g)
     }
     left = [g for g in target.groups if g.group_id not in done]
     progress.event(_what(target, source, len(done)))

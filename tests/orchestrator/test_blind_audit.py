@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import gzip
 import hashlib
@@ -10,22 +11,23 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import yaml
 from evaluations import simple
 from html_page import Page
-from scripted import run_config
+from scripted import ScriptedPool, run_config
 from stored_groups import CLEAN, HARDCODED, task, trajectory
 
 from configs.errors import ConfigError
-from configs.schema import RubricConfig
+from configs.schema import RubricConfig, RunConfig
 from grader.exchange import GradeReply, GradeRequest, base_state_of
 from grader.rubric import Flag, Scores
 from grader.scripted import ScriptedGrader
 from grader.stored import StoredGroup, write_archive
 from infra.errors import StorageError
+from infra.pool import ActorLost
 from orchestrator.audit_command import run_audit, trained_by
 from orchestrator.audit_sheet import agree, read_answers, write_sheet
 from orchestrator.blind_audit import (
@@ -40,6 +42,8 @@ from orchestrator.blind_audit import (
     read_key,
 )
 from orchestrator.evaluation import write_evaluation
+from orchestrator.grading import Work
+from orchestrator.progress import Progress
 from rollout.trajectory import Transcript, Turn
 
 PATCHES = {"secret-a": HARDCODED, "secret-b": CLEAN}
@@ -166,7 +170,7 @@ def test_another_draw_and_other_tasks_are_refused(files: tuple[list[Path], list[
     keep(tmp_path / "out", *drawn(files))
     with pytest.raises(StorageError, match="holds another audit"):
         keep(tmp_path / "out", *drawn(files, seed=5))
-    with pytest.raises(ConfigError, match="--tasks 7: the evaluations have 6 tasks"):
+    with pytest.raises(ConfigError, match="--tasks 7: the evaluations have 6 different tasks"):
         drawn(files, tasks=7)
     other = evaluated(tmp_path / "c", "other", [1, 1], CLEAN)
     with pytest.raises(StorageError, match="is of other tasks"):
@@ -179,6 +183,49 @@ def test_another_draw_and_other_tasks_are_refused(files: tuple[list[Path], list[
     ]
     with pytest.raises(ConfigError, match=r"run-a has the seeds 0, 1, run-b 0, 2"):
         drawn((arms[0], arms[1]))
+
+
+def test_a_task_that_is_held_out_twice_is_one_case(files: tuple[list[Path], list[Path]]) -> None:
+    for file in (files[0][0], files[1][0]):
+        data = json.loads(file.read_text())
+        data["tasks"][1]["task_id"] = "t0"
+        file.write_text(json.dumps(data))
+    for seed in range(5):
+        audit, _ = drawn(files, tasks=5, seed=seed)
+        assert sorted(one.task_id for one in audit.drawn) == ["t0", "t2", "t3", "t4", "t5"]
+    with pytest.raises(ConfigError, match="--tasks 6: the evaluations have 5 different tasks"):
+        drawn(files)
+
+
+def test_an_audit_asks_again_for_what_no_grader_answered(
+    files: tuple[list[Path], list[Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cases = {group.group_id for group in drawn(files)[1]}
+    first = min(cases)
+    grader, asked, lost = ScriptedGrader(), list[str](), {first}
+
+    def answer(request: GradeRequest, *transcripts: Transcript) -> GradeReply:
+        asked.append(request.group_id)
+        if request.group_id in lost:
+            raise ActorLost("grader-0", "grade")
+        return grader.reply(request, *transcripts)
+
+    def on_a_scripted_pool(config: RunConfig, progress: Progress, work: Work) -> None:
+        asyncio.run(work(cast(Any, ScriptedPool(answer, slots=1))))
+
+    monkeypatch.setattr("orchestrator.audit_command.with_graders", on_a_scripted_pool)
+
+    def judged() -> int:
+        names = (str(files[0][0]), str(files[1][0]))
+        run_audit(names, tasks=6, most=2, seed=1, output=tmp_path, grader=run_config(), export=None, answers=[])
+        (judge,) = json.loads((tmp_path / "audit.json").read_text())["judges"].values()
+        return int(judge["judged"])
+
+    assert judged() == len(cases) - 1 and set(asked) == cases
+    asked.clear()
+    lost.clear()
+    assert judged() == len(cases) and asked == [first]
+    assert judged() == len(cases) and asked == [first], "every case has its answer"
 
 
 def test_runs_cells_and_arms_are_found(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import json
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -342,6 +343,26 @@ def test_a_lost_grader_is_asked_once_more_and_then_a_fallback() -> None:
     shown = grade(Graders(dies), [stored_group("g1"), stored_group("g2")])
     assert sorted(attempts) == [0, 0, 1, 1]
     assert "50.0% (1 of 2 gradings)" in shown and "fallback: worker_lost" in shown
+
+
+def test_what_no_grader_answered_is_asked_again_by_the_same_command(tmp_path: Path) -> None:
+    """A bad verdict is an answer: to ask until one is valid would be a choice among them."""
+    grader, path = ScriptedGrader(), tmp_path / "grades.jsonl"
+
+    def some_die(request: GradeRequest, *transcripts: Any) -> GradeReply:
+        if request.group_id == "g1":
+            raise ActorLost("grader-0", "grade")
+        reply = grader.reply(request, *transcripts)
+        bad = request.group_id == "g2"
+        return replace(reply, grade=None, fallback_reason=FallbackReason.NOT_JSON) if bad else reply
+
+    groups = [stored_group(f"g{i}") for i in (1, 2, 3)]
+    assert "33.3% (1 of 3 gradings)" in grade(Graders(some_die), groups, output=path)
+    again = Graders()
+    shown = grade(again, groups, output=path)
+    assert [name for name, _ in again.asked] == ["g1"]
+    assert "3 groups of somewhere, 2 of them graded before" in shown and "66.7% (2 of 3 gradings)" in shown
+    assert grade(Graders(some_die), groups, output=path).count("66.7% (2 of 3 gradings)") == 1, "the newest line counts"
 
 
 def test_what_ray_cannot_carry_costs_one_group_alone() -> None:
