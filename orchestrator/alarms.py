@@ -16,6 +16,10 @@ from configs.schema import GraderConfig
 from grader.verdict import NO_VERDICT, FallbackReason
 from orchestrator.mixer import Mixer
 
+ENDS_AT = 0.8
+"""An alarm that is on ends when what is wrong has fallen to this part of its threshold: a figure that stays at the
+threshold would begin and end one with every group."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alarm:
@@ -92,7 +96,8 @@ class GraderWatch:
         """On as soon as the rest of the window could not bring the share down: a dead grader is told of early."""
         limit, fallbacks = self._config.alarms, self._fallbacks
         said = f"{fallbacks} of the last {len(self._groups)} groups fell back to outcome advantages"
-        if fallbacks <= limit.fallback_above * limit.window:
+        most = limit.fallback_above * limit.window
+        if fallbacks <= most * (ENDS_AT if "fallback_rate" in self._on else 1.0):
             return False, said
         reasons = Counter(r.value for r in self._groups if r is not None).most_common(3)
         counts = ", ".join(f"{name} {n}" for name, n in reasons)
@@ -103,7 +108,8 @@ class GraderWatch:
         if share is None:  # nothing can be said of agreement, so the alarm stays as it is
             return "canary_agreement" in self._on, "no canary got a valid verdict"
         said = f"{share:.0%} of the tiers in the last {len(self._canaries)} canaries are right"
-        if share >= below or len(self._canaries) < self._config.canaries.window:
+        most = (1.0 - below) * (ENDS_AT if "canary_agreement" in self._on else 1.0)
+        if 1.0 - share <= most or len(self._canaries) < self._config.canaries.window:
             return False, said
         return True, f"{said}, below grader.canaries.alarm_below = {below:g}; canaries.jsonl has each verdict"
 

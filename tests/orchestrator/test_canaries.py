@@ -382,7 +382,7 @@ def test_the_fallback_alarm_begins_when_the_window_cannot_come_out_well_and_ends
     assert begun.text.startswith("3 of the last 3 groups fell back") and "timeout 2, not_json 1" in begun.text
     assert watch.alarms == ("fallback_rate",) and watch.scalars()["alarm/fallback_rate"] == 1.0
     assert watch.group(FallbackReason.TIMEOUT) == [], "told once"
-    assert watch.group(None) == []
+    assert watch.group(None) == watch.group(None) == [], "half of the window: at the threshold it stays"
     (ended,) = watch.group(None)
     assert not ended.on and watch.alarms == () and watch.scalars()["alarm/fallback_rate"] == 0.0
 
@@ -396,6 +396,19 @@ def test_the_canary_alarm_waits_for_a_full_window() -> None:
     assert watch.canary(canary_line(None, None, "timeout")) == [], "the mean of .0, 1.0 is still below"
     (ended,) = [change for _ in range(3) for change in watch.canary(canary_line(1.0, None))]
     assert not ended.on
+
+
+def test_an_alarm_does_not_come_and_go_at_its_threshold() -> None:
+    watch = GraderWatch(
+        grader_config(alarms={"window": 10, "fallback_above": 0.5}, canaries={"window": 2, "alarm_below": 0.6})
+    )
+    reasons = ([FallbackReason.NOT_JSON] * 6 + [None] * 5) * 4
+    groups = [a for reason in reasons for a in watch.group(reason)]
+    assert [(a.name, a.on) for a in groups] == [("fallback_rate", True)], "of any ten 5 or 6 fell back"
+    assert [a.on for _ in range(10) for a in watch.group(None)] == [False]
+    canaries = [a for value in [0.7, 0.45, 0.7, 0.55] * 4 for a in watch.canary(canary_line(value, None))]
+    assert [(a.name, a.on) for a in canaries] == [("canary_agreement", True)], "of 2 canaries 57 or 62 % are right"
+    assert [a.on for _ in range(2) for a in watch.canary(canary_line(0.7, None))] == [False]
 
 
 def test_canaries_without_any_verdict_leave_the_agreement_alarm_as_it_is() -> None:
