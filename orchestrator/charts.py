@@ -269,7 +269,15 @@ def _y_ticks(axis: tuple[float, float]) -> tuple[Tick, ...]:
     step = next(m * power for m in (1.0, 2.0, 5.0, 10.0) if m * power >= rough * 0.999)
     first = math.ceil(low / step - 1e-9)
     count = math.floor(high / step + 1e-9) - first + 1
-    return tuple(Tick(at=_y((first + i) * step, axis), label=f"{(first + i) * step:.4g}") for i in range(count))
+    return tuple(Tick(at=_y((first + i) * step, axis), label=_short((first + i) * step)) for i in range(count))
+
+
+def _short(value: float) -> str:
+    """At most four digits: 0.25, 1500, 400k, 2.5M."""
+    for unit, size in (("M", 1e6), ("k", 1e3)):
+        if abs(value) >= max(size, 1e4):
+            return f"{value / size:.4g}{unit}"
+    return f"{value:.4g}"
 
 
 def _step_ticks(low: float, high: float) -> tuple[Tick, ...]:

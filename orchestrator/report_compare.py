@@ -11,6 +11,7 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -73,26 +74,46 @@ class ArmTable:
 
     names: tuple[str, ...]
     rows: tuple[tuple[str, tuple[str, ...]], ...]
+    """(figure, its value in each arm)."""
+    less: str
+    """Rows of this name are differences of the row above, to the first arm."""
     note: str
 
 
 def runs_of(folders: Sequence[Path]) -> list[Path]:
-    """Folders of runs, each once; that of an experiment stands for its cells. What a cell that began anew kept
-    beside itself, or was moved aside, is none.
+    """Folders of runs, each once; that of an experiment stands for its cells, the arm that others are held against
+    first. What a cell that began anew kept beside itself, or was moved aside, is none.
 
     Raises:
-        StorageError: one is neither.
+        StorageError: one is neither, or the experiment's description is damaged.
     """
     found: list[Path] = []
     for folder in folders:
         if (folder / "experiment.yaml").is_file():
-            found += sorted(p.parent for p in folder.glob(f"*/{CONFIG}") if SEED.search(p.parent.name))
+            cells = [p.parent for p in folder.glob(f"*/{CONFIG}") if SEED.search(p.parent.name)]
+            arms = _arms_of(folder / "experiment.yaml")
+            found += sorted(cells, key=lambda cell: _place(cell.name, arms))
         else:
             require_run(folder)
             found.append(folder)
     if not found:
         raise StorageError(f"{folders[0]}: no cell of this experiment has begun")
     return list({folder.resolve(): folder for folder in found}.values())
+
+
+def _arms_of(path: Path) -> list[str]:
+    """Arms in the order in which they are shown: the reference first."""
+    try:
+        spec = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return list(dict.fromkeys([spec["reference"], *spec["arms"]]))
+    except (OSError, yaml.YAMLError, LookupError, TypeError) as e:
+        raise StorageError(f"{path}: cannot be read ({e!r}); name the runs one by one") from None
+
+
+def _place(cell: str, arms: Sequence[str]) -> tuple[int, str, int]:
+    """Sorts cells by arm, then by seed; what is no arm comes last."""
+    arm, _, seed = cell.rpartition("-s")
+    return arms.index(arm) if arm in arms else len(arms), arm, int(seed)
 
 
 def names_of(folders: Sequence[Path]) -> list[str]:
@@ -121,17 +142,18 @@ def write_comparison(folders: Sequence[Path], path: Path) -> Path:
         "compare.html.j2",
         made=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         runs=[(run.name, run.arm, len(run.metrics), run.config.steps) for run in runs],
-        arms=len(arms),
+        arms=list(arms),
         heldout=heldout_table(arms),
         charts=[c for c in curves(arms) if c is not None],
         heats=[c for c in heat_maps(arms) if c is not None],
         spent=[c for c in spending(runs) if c is not None],
+        first=next(iter(arms)),
         costs=compare(costs, next(iter(arms))),
         timelines=[(run.name, c) for run in runs if (c := occupancy(run.folder, run.metrics)) is not None],
         lists=lists,
         views=list(views.values()),
         anchors={key: view.anchor for key, view in views.items()},
-        differences=config_differences(runs),
+        differences=config_differences(arms),
     )
     return write_page(path, page)
 
@@ -262,22 +284,24 @@ def heldout_table(arms: Mapping[str, Sequence[RunData]]) -> ArmTable | None:
         return None
     if len({(e.samples, tuple(t.task_id for t in e.tasks)) for e in everything}) > 1:
         said = "These runs were evaluated on other tasks, or with other numbers of samples: no table can hold them."
-        return ArmTable(names=(), rows=(), note=said)
+        return ArmTable(names=(), rows=(), less="", note=said)
     graded = any(e.graded for e in everything)
     known = any(s.known for e in everything for t in e.tasks for s in t.samples)
     shown = figures_of(everything[0].samples, graded=graded, known=known)
     rows: list[tuple[str, tuple[str, ...]]] = []
-    first = next(iter(found.values()))
+    reference, first = next(iter(found.items()))
+    less = f"less {reference}"
     for f in shown:
         grids = [grid(list(seeds.values()), f.parts) for seeds in found.values()]
         rows.append((f.name, tuple(estimate_text(ratio(*pair), f.unit) for pair in grids)))
         if len(found) > 1 and f.name != "masked":
             apart = [estimate_text(_apart(seeds, first, f), f.unit, signed=True) for seeds in found.values()]
-            rows.append(("less the first", ("", *apart[1:])))
+            rows.append((less, ("", *apart[1:])))
     one = everything[0]
     return ArmTable(
         names=tuple(f"{arm} ({len(seeds)})" for arm, seeds in found.items()),
         rows=tuple(rows),
+        less=less,
         note=f"{len(one.tasks)} held-out tasks of {one.source}, {one.samples} samples each; in brackets the number of "
         "seeds; 95 % bootstrap intervals over tasks and seeds; differences are paired by seed and task, over the "
         "seeds that both arms have; single runs by task.",
@@ -297,17 +321,23 @@ def _apart(
     return difference(*grid([mine[s] for s in seeds], f.parts), *grid([theirs[s] for s in seeds], f.parts))
 
 
-def config_differences(runs: Sequence[RunData]) -> list[tuple[str, tuple[str, ...]]]:
-    """(key, value in each run) of every key whose value is not the same in all of them."""
-    configs = [run.config.model_dump(mode="json", exclude={"name", "output"}) for run in runs]
-    keys = sorted({key for other in configs[1:] for key in differing(configs[0], other)})
-    return [(key, tuple(_at(config, key) for config in configs)) for key in keys]
+def config_differences(arms: Mapping[str, Sequence[RunData]]) -> list[tuple[str, tuple[str, ...]]]:
+    """(key, values in each arm) of every key that any two runs have differently; an arm's seeds share a cell."""
+    configs = {arm: [r.config.model_dump(mode="json", exclude={"name", "output"}) for r in arms[arm]] for arm in arms}
+    pairs = combinations([config for members in configs.values() for config in members], 2)
+    keys = sorted({key for one, other in pairs for key in differing(one, other)})
+    return [
+        (key, tuple(", ".join(dict.fromkeys(_at(config, key) for config in members)) for members in configs.values()))
+        for key in keys
+    ]
 
 
 def _at(config: Mapping[str, Any], key: str) -> str:
     value: Any = config
     for part in key.split("."):
         value = value.get(part) if isinstance(value, dict) else None
+    if isinstance(value, dict):
+        return "a section"  # others have none; what is not the same in those that have it has keys of its own
     return visible("-" if value is None else show(value))
 
 

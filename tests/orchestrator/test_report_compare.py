@@ -18,7 +18,7 @@ from stored_groups import stored_group
 from configs.schema import RunConfig
 from grader.stored import write_archive
 from infra.errors import StorageError
-from orchestrator.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, band_chart, heat_map
+from orchestrator.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, band_chart, heat_map, stacked_bars
 from orchestrator.cost import StepCost, at_most, compare, step_costs
 from orchestrator.evaluation import write_evaluation
 from orchestrator.metrics import pool_units
@@ -78,8 +78,15 @@ def test_an_experiment_stands_for_its_cells_and_no_run_is_an_error(tmp_path: Pat
     make(tmp_path / "exp" / "a-s0")
     make(tmp_path / "exp" / "a-s1")
     make(tmp_path / "exp" / "a-s1.20261130-120000")
-    (tmp_path / "exp" / "experiment.yaml").write_text("name: exp\n")
-    assert [p.name for p in runs_of([tmp_path / "exp"])] == ["a-s0", "a-s1"]
+    for name in ("base-s10", "base-s9", "left-over-s0"):
+        make(tmp_path / "exp" / name)
+    spec = tmp_path / "exp" / "experiment.yaml"
+    spec.write_text("name: exp\nreference: base\narms: {a: {}, base: {}}\n")
+    names = [p.name for p in runs_of([tmp_path / "exp"])]
+    assert names == ["base-s9", "base-s10", "a-s0", "a-s1", "left-over-s0"]
+    spec.write_text("name: exp\n")
+    with pytest.raises(StorageError, match=r"experiment\.yaml: cannot be read .*name the runs one by one"):
+        runs_of([tmp_path / "exp"])
     with pytest.raises(StorageError, match="not the folder of a run"):
         runs_of([tmp_path])
     (tmp_path / "exp" / "a-s0" / "config.yaml").write_text("name: [")
@@ -113,9 +120,9 @@ def test_held_out_differences_are_paired_by_seed_not_by_place(tmp_path: Path) ->
         run = read_run(make(tmp_path / name, counts), name)
         arms.setdefault(run.arm, []).append(run)
     table = heldout_table({"b": arms["b"], "a": arms["a"]})
-    assert table is not None and table.rows[1] == ("less the first", ("", "+33.3 [+33.3, +33.3] points"))
+    assert table is not None and table.rows[1] == ("less b", ("", "+33.3 [+33.3, +33.3] points"))
     lonely = heldout_table({"b": arms["b"], "a": arms["a"][:1]})
-    assert lonely is not None and lonely.rows[1] == ("less the first", ("", "-")), "no seed in common"
+    assert lonely is not None and lonely.rows[1] == (lonely.less, ("", "-")), "no seed in common"
     single = heldout_table({"b": arms["b"][:1], "a": arms["a"][1:2]})
     assert single is not None and single.rows[1][1][1].startswith("-33.3"), "one run each: by task"
     short = read_run(make(tmp_path / "c", [1]), "c")
@@ -127,8 +134,20 @@ def test_held_out_differences_are_paired_by_seed_not_by_place(tmp_path: Path) ->
 
 
 def test_configurations_differ_by_key(tmp_path: Path) -> None:
-    runs = [read_run(make(tmp_path / "a"), "a"), read_run(make(tmp_path / "b", steps=9), "b")]
-    assert config_differences(runs) == [("steps", ("3", "9"))]
+    """Also keys of a section that the first arm has not, and seeds of an arm in one cell."""
+    plain = {"algorithm": {"mode": "outcome", "group_size": 4}, "grader": None}
+    judge = {"backend": {"type": "vllm", "engine": {"model": "judge"}}}
+    arms = {
+        "outcome": [read_run(make(tmp_path / f"o-s{i}", seed=i, **plain), f"o-s{i}") for i in (0, 1)],
+        "group": [read_run(make(tmp_path / "g-s0", grader=judge), "g-s0")],
+        "each": [read_run(make(tmp_path / "e-s0", grader={**judge, "scope": "candidate"}), "e-s0")],
+    }
+    assert config_differences(arms) == [
+        ("algorithm.mode", ("outcome", "redistribute", "redistribute")),
+        ("grader", ("-", "a section", "a section")),
+        ("grader.scope", ("-", "group", "candidate")),
+        ("seed", ("0, 1", "0", "0")),
+    ]
 
 
 def test_a_band_goes_from_the_least_to_the_most_of_those_that_are_there() -> None:
@@ -140,6 +159,20 @@ def test_a_band_goes_from_the_least_to_the_most_of_those_that_are_there() -> Non
         f"M{left:.1f} {top:.1f} L{right:.1f} {top:.1f} L{right:.1f} {bottom:.1f} L{left:.1f} {bottom:.1f} Z"
     )
     assert band_chart("t", {"x": []}) is None
+
+
+@pytest.mark.parametrize(
+    ("top", "labels"),
+    [
+        (0.9, ["0", "0.5"]),
+        (8_000.0, ["0", "2000", "4000", "6000", "8000"]),
+        (410_000.0, ["0", "200k", "400k"]),
+        (5.1e6, ["0", "2M", "4M"]),
+    ],
+)
+def test_numbers_at_an_axis_are_short(top: float, labels: list[str]) -> None:
+    chart = stacked_bars("t", {"x": {1: top}})
+    assert chart is not None and [tick.label for tick in chart.y_ticks] == labels
 
 
 def test_a_heat_map_shades_shares_of_a_step() -> None:
