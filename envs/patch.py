@@ -6,7 +6,6 @@ import difflib
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 
 _CONTEXT = 3
 _FUNCTION_LINE = re.compile(r"[A-Za-z_$]")
@@ -95,7 +94,6 @@ def _lines(text: str) -> list[str]:
     return [line + "\n" for line in lines[:-1]] + ([lines[-1]] if lines[-1] else [])
 
 
-@lru_cache(maxsize=4096)
 def _blob(text: str | None) -> str:
     if text is None:
         return "0000000"

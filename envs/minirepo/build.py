@@ -7,8 +7,6 @@ import random
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from types import CodeType
 from typing import Any
 
 from envs.minirepo.shape import Shape, fill, holes, marked, unmark
@@ -191,11 +189,6 @@ def _locate(shape: Shape, names: Mapping[str, str], lines: Sequence[str], def_li
     return def_line + offset, old
 
 
-@lru_cache(maxsize=4096)
-def _compiled(source: str) -> CodeType:
-    return compile(source, "<shape>", "exec")
-
-
 def _cases(shape: Shape, names: Mapping[str, str], draw: Draw) -> tuple[Case, list[Case]]:
     """An example that shows the bug, and one or two that do not; together they also catch the wrong fix."""
     versions: list[Any] = []
@@ -205,7 +198,7 @@ def _cases(shape: Shape, names: Mapping[str, str], draw: Draw) -> tuple[Case, li
         code += ["", f"def call({params}):", f"    return {fill(shape.call, names)}"]
         space: dict[str, object] = {}
         try:
-            exec(_compiled(_text(code)), space)
+            exec(compile(_text(code), "<shape>", "exec"), space)
         except SyntaxError:
             if replacement is not shape.wrong:
                 raise
