@@ -75,6 +75,9 @@ async def _run_all(experiment: Experiment, cells: Sequence[Cell], *, say: Say, r
 
     async def one(cell: Cell) -> None:
         async with slots:
+            if experiment.state(cell) is CellState.DONE:
+                say(f"{cell.name}: complete")  # the table above has it
+                return
             if not await work.cell(cell):
                 failed.append(cell.name)
             write_table(experiment)
@@ -106,9 +109,6 @@ class _Work:
         """Train and evaluate what is missing of a cell; whether it is complete."""
         experiment = self._experiment
         state = experiment.state(cell)
-        if state is CellState.DONE:
-            self._say(f"{cell.name}: complete")
-            return True
         if state is not CellState.TRAINED:
             self._say(f"{cell.name}: {'goes on from its last checkpoint' if state is CellState.HALF else 'begins'}")
             resume = ["--resume"] if state is CellState.HALF else []
