@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
@@ -21,6 +21,7 @@ from infra.errors import ConfigError, StorageError
 from infra.pool import ActorPool
 from infra.sinks import JsonlFile
 from orchestrator.audit_sheet import Agreement, agree, read_answers, write_sheet
+from orchestrator.audit_table import AGREEMENT, FIGURES, agreement_rows, figure_rows, markdown
 from orchestrator.blind_audit import (
     SIDES,
     Audit,
@@ -34,7 +35,7 @@ from orchestrator.blind_audit import (
     keep,
     short_name,
 )
-from orchestrator.evaluation import estimate_text, read_evaluation
+from orchestrator.evaluation import read_evaluation
 from orchestrator.grading import (
     Asked,
     answered,
@@ -44,7 +45,6 @@ from orchestrator.grading import (
     setup_digest,
     with_graders,
 )
-from orchestrator.intervals import Estimate
 from orchestrator.progress import Progress
 from orchestrator.runfiles import CONFIG
 from orchestrator.trust import GroupResult
@@ -52,7 +52,6 @@ from orchestrator.trust import GroupResult
 GRADES = "grades.jsonl"
 RESULT = "audit.json"
 _RESULT = TypeAdapter(GroupResult)
-_FIGURES = TypeAdapter(AuditFigures)
 
 
 def run_audit(
@@ -116,8 +115,15 @@ def run_audit(
     for pair, agreement in agreements.items():
         console.print(_agreement_table(pair, agreement))
     if judges:
-        _write(output / RESULT, audit, figures, agreements)
-        console.print(escape(f"figures: {output / RESULT}"), soft_wrap=True)
+        data = {
+            "runs": dict(audit.names),
+            "digest": audit.digest,
+            "seed": audit.seed,
+            "judges": {judge: FIGURES.dump_python(found, mode="json") for judge, found in figures.items()},
+            "agreement": {pair: AGREEMENT.dump_python(found, mode="json") for pair, found in agreements.items()},
+        }
+        _keep(output, data)
+        console.print(escape(f"figures: {output / RESULT}, and as tables beside it"), soft_wrap=True)
 
 
 def trained_by(files: tuple[Sequence[Path], Sequence[Path]], judge: RunConfig) -> list[str]:
@@ -180,16 +186,11 @@ def _grade(config: RunConfig, groups: Sequence[StoredGroup], file: Path, console
     return {group.group_id: done[group.group_id].gradings[0].reply for group in groups if group.group_id in done}
 
 
-def _write(path: Path, audit: Audit, figures: Mapping[str, AuditFigures], agreements: Mapping[str, Agreement]) -> None:
-    data = {
-        "runs": dict(audit.names),
-        "digest": audit.digest,
-        "seed": audit.seed,
-        "judges": {judge: _FIGURES.dump_python(found, mode="json") for judge, found in figures.items()},
-        "agreement": {pair: asdict(found) for pair, found in agreements.items()},
-    }
+def _keep(folder: Path, data: Mapping[str, Any]) -> None:
+    path = folder / RESULT
     try:
         path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        path.with_suffix(".md").write_text(markdown(data), encoding="utf-8")
     except OSError as e:
         raise StorageError(f"{path}: cannot be written ({e}); free space or give another --output") from e
 
@@ -202,17 +203,8 @@ def _table(audit: Audit, judge: str, found: AuditFigures) -> Table:
     table = Table(title=escape(title), title_justify="left")
     for name in ("", a, b, "difference"):
         table.add_column(escape(name), justify="left" if not name else "right")
-
-    def row(name: str, values: Sequence[Estimate | None], unit: str) -> None:
-        texts = [estimate_text(v, unit, signed=i == 2) for i, v in enumerate(values)]
-        table.add_row(escape(name), *map(escape, texts))
-
-    row("weighted score", (found.score["a"], found.score["b"], found.score_apart), "number")
-    row("T1 share of passes", (found.tier1["a"], found.tier1["b"], found.tier1_apart), "percent")
-    for name, parts in found.dimensions.items():
-        row(f"  {name.replace('_', ' ')}", (parts["a"], parts["b"], parts["apart"]), "number")
-    table.add_row("win rate over passing pairs", escape(estimate_text(found.win_rate, "percent")), "", "")
-    table.add_row("best of its task", escape(estimate_text(found.first_share, "percent")), "", "")
+    for name, cells in figure_rows(found):
+        table.add_row(escape(name), *map(escape, cells))
     return table
 
 
@@ -220,10 +212,6 @@ def _agreement_table(pair: str, found: Agreement) -> Table:
     table = Table(title=escape(f"Agreement: {pair}, {found.candidates} candidates"), title_justify="left")
     for name in ("", "kappa", "same"):
         table.add_column(name, justify="left" if not name else "right")
-    for name, value in found.kappa.items():
-        same = found.same[name]
-        shown = ("-" if value is None else f"{value:+.2f}", "-" if same is None else f"{same:.0%}")
-        table.add_row(name.replace("_", " "), *shown)
-    tau = "-" if found.tau_b is None else f"{found.tau_b:+.2f}"
-    table.add_row("order (tau-b)", tau, f"{found.cases} tasks")
+    for row in agreement_rows(found):
+        table.add_row(*row)
     return table

@@ -30,6 +30,7 @@ from infra.errors import StorageError
 from infra.pool import ActorLost
 from orchestrator.audit_command import run_audit, trained_by
 from orchestrator.audit_sheet import agree, read_answers, write_sheet
+from orchestrator.audit_table import markdown
 from orchestrator.blind_audit import (
     Audit,
     Judged,
@@ -311,6 +312,12 @@ def test_two_people_are_two_judges_and_one_person_is_one(files: tuple[list[Path]
     judge(answers[:2])
     result = json.loads((tmp_path / "out" / "audit.json").read_text())
     assert list(result["judges"]) == ["Ada (answers.json)", "Ben (answers.json)"] and len(result["agreement"]) == 1
+    lines = (tmp_path / "out" / "audit.md").read_text().splitlines()
+    assert lines == markdown(result).splitlines()
+    assert lines[2].startswith("Judged by Ada (answers.json): 6 held-out tasks drawn, 1 with a judged pass")
+    assert "| approach | +0.00 | 0 % |" in lines and "| minimality | - | 100 % |" in lines
+    eve = markdown({**result, "judges": {"Eve |\n# x": result["judges"]["Ada (answers.json)"]}})
+    assert "Judged by Eve \\| # x: 6" in eve
     with pytest.raises(ConfigError, match=r"answers of 'Ada', as .*x/answers\.json"):
         judge([answers[0], answers[2]])
 
