@@ -13,20 +13,12 @@ from grader_parts import grader_config
 from configs.schema import AdvantageMode, AlgorithmConfig, RubricConfig
 from grader.client import Completion, ScriptedModel
 from grader.exchange import GradeReply, accept
-from grader.verdict import FallbackReason, InvalidVerdict, parse_verdict, validate
+from grader.verdict import UNANSWERED, FallbackReason, InvalidVerdict, parse_verdict, validate
 from grader.worker import GraderWorker
 from orchestrator.credit import credit
 
 RUBRIC = RubricConfig()
-OF_THE_VERDICT = set(FallbackReason) - {
-    FallbackReason.PROMPT_TOO_LONG,
-    FallbackReason.TIMEOUT,
-    FallbackReason.ENGINE_ERROR,
-    FallbackReason.ENDPOINT_ERROR,
-    FallbackReason.ENDPOINT_LOST,
-    FallbackReason.GRADER_ERROR,
-    FallbackReason.WORKER_LOST,
-}
+OF_THE_VERDICT = set(FallbackReason) - UNANSWERED - {FallbackReason.PROMPT_TOO_LONG}
 every_one = pytest.mark.parametrize("bad", CORPUS, ids=[bad.name for bad in CORPUS])
 
 
