@@ -89,7 +89,7 @@ def _sections() -> dict[type[BaseModel], list[str]]:
 
     def visit(section: type[BaseModel], path: str) -> None:
         places = found.setdefault(section, [])
-        if path:
+        if path and path not in places:
             places.append(path)
         for name, field in section.model_fields.items():
             star = ".*" if typing.get_origin(field.annotation) is dict else ""
@@ -135,7 +135,7 @@ def _kind(annotation: Any) -> str:
     if origin is tuple:
         return "list of " + (_kind(arguments[0]) if arguments[-1] is Ellipsis else f"{len(arguments)} numbers")
     if origin is dict:
-        return "section of sections" if sections_of(annotation) else "section of numbers"
+        return "section of sections" if sections_of(annotation) else f"section of {_kind(arguments[1])}s"
     if annotation is types.NoneType:
         return "null"
     if isinstance(annotation, type) and issubclass(annotation, Enum):

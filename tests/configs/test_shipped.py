@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,22 @@ def test_inherited_docstrings_reach_the_page() -> None:
     docker, daytona = field_documents(DockerSandbox), field_documents(DaytonaSandbox)
     assert docker["start_timeout_s"] == daytona["start_timeout_s"], "another default keeps what the key means"
     assert "git, swe-rex" in daytona["image"] and "git, swe-rex" not in docker["image"]
+
+
+def test_a_section_of_free_names_says_what_its_values_are() -> None:
+    rows = {(key, kind) for key, kind in re.findall(r"^\| `(\w+)` \| (section of [^|]+?) \|", render(), flags=re.M)}
+    assert rows == {
+        ("sources", "section of sections"),
+        ("custom", "section of numbers"),
+        ("labels", "section of texts"),
+        ("node_selector", "section of texts"),
+    }
+
+
+def test_a_section_names_each_of_its_places_once() -> None:
+    for heading in re.findall(r"^## .*", render(), flags=re.M):
+        places = re.findall(r"`([^`]+)`", heading)
+        assert len(set(places)) == len(places), heading
 
 
 def test_every_section_has_its_name_in_one_place() -> None:
