@@ -10,6 +10,7 @@ from pydantic import TypeAdapter
 from orchestrator.audit_sheet import Agreement
 from orchestrator.blind_audit import SIDES, AuditFigures, short_name
 from orchestrator.evaluation import estimate_text
+from orchestrator.markdown import cell, table
 
 FIGURES = TypeAdapter(AuditFigures)
 AGREEMENT = TypeAdapter(Agreement)
@@ -56,28 +57,19 @@ def markdown(data: Mapping[str, Any]) -> str:
     Raises:
         ValidationError, KeyError: it is not that.
     """
-    a, b = (_cell(short_name(data["runs"][side])) for side in SIDES)
-    parts = [f"# {a} against {b}\n"]
+    a, b = (cell(short_name(data["runs"][side])) for side in SIDES)
+    lines = [f"# {a} against {b}", ""]
     for judge, figures in data["judges"].items():
         found = FIGURES.validate_python(figures)
-        parts.append(
-            f"Judged by {_cell(judge)}: {found.tasks} held-out tasks drawn, {found.judged} with a judged pass, "
-            f"{found.both} with passes of both; 95 % bootstrap intervals over tasks.\n"
-        )
-        rows = [(_cell(name), *cells) for name, cells in figure_rows(found)]
-        parts.append(_table((("", a, b, "difference"), *rows)))
+        lines += [
+            f"Judged by {cell(judge)}: {found.tasks} held-out tasks drawn, {found.judged} with a judged pass, "
+            f"{found.both} with passes of both; 95 % bootstrap intervals over tasks.",
+            "",
+            *table(("", a, b, "difference"), [(name, *cells) for name, cells in figure_rows(found)]),
+            "",
+        ]
     for pair, agreement in data["agreement"].items():
         held = AGREEMENT.validate_python(agreement)
-        parts.append(f"Agreement of {_cell(pair)}, on {held.candidates} candidates:\n")
-        parts.append(_table((("", "kappa", "same"), *agreement_rows(held))))
-    return "\n".join(parts)
-
-
-def _table(rows: tuple[tuple[str, ...], ...]) -> str:
-    lines = [f"| {' | '.join(row)} |" for row in rows]
-    return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]]) + "\n"
-
-
-def _cell(text: str) -> str:
-    """A name that the user or a rater chose, in one cell of one line."""
-    return " ".join(text.split()).replace("|", "\\|")
+        lines += [f"Agreement of {cell(pair)}, on {held.candidates} candidates:", ""]
+        lines += [*table(("", "kappa", "same"), agreement_rows(held)), ""]
+    return "\n".join(lines).rstrip() + "\n"

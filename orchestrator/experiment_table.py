@@ -15,6 +15,7 @@ from orchestrator.cost import RECENT_STEPS, StepCost, compare, step_costs
 from orchestrator.evaluation import Evaluation, Figure, estimate_text, figures_of, grid, read_evaluation
 from orchestrator.experiment import CELLS, START, CellState, Experiment
 from orchestrator.intervals import Estimate, difference, ratio
+from orchestrator.markdown import table
 from orchestrator.runfiles import METRICS, read_jsonl
 
 RESULT = "experiment.json"
@@ -165,7 +166,7 @@ def markdown(result: Mapping[str, Any]) -> str:
         "seed over tasks alone. What the training says: mean over steps, then over seeds (least to most); entropy over "
         f"the last {RECENT_STEPS} steps.",
         "",
-        *_table(
+        *table(
             ["arm", "seeds", f"avg@{k}", f"pass@{k}", "T1 of graded", "T1 of known", "turns", "tokens"],
             _heldout_rows(result, k),
         ),
@@ -175,7 +176,7 @@ def markdown(result: Mapping[str, Any]) -> str:
         lines += [
             "Differences, paired by seed and task; **bold** where the interval of two seeds or more is clear of zero:",
             "",
-            *_table(
+            *table(
                 ["arm", "against", "seeds", f"avg@{k}", "T1 of graded", "T1 of known", "turns", "tokens"],
                 _difference_rows(result, k),
             ),
@@ -184,7 +185,7 @@ def markdown(result: Mapping[str, Any]) -> str:
     if result["arms"]:
         names = list(TRAINED)
         rows = [[arm, *(_range(row["trained"][name], name) for name in names)] for arm, row in result["arms"].items()]
-        lines += ["What the training itself says:", "", *_table(["arm", *names], rows), ""]
+        lines += ["What the training itself says:", "", *table(["arm", *names], rows), ""]
     if result["cost"]:
         lines += _cost_lines(result)
     return "\n".join(lines).rstrip() + "\n"
@@ -265,8 +266,4 @@ def _cost_lines(result: Mapping[str, Any]) -> list[str]:
         f"{RECENT_STEPS} steps, up to the step that each arm had reached with as many steps, as many sampled tokens, "
         "or as much compute as the cell that spent least:"
     )
-    return [said, "", *_table(["arm", *(name.strip() for name in columns)], rows), ""]
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    return [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}", *(f"| {' | '.join(row)} |" for row in rows)]
+    return [said, "", *table(["arm", *(name.strip() for name in columns)], rows), ""]
