@@ -38,7 +38,6 @@ from orchestrator.blind_audit import (
 from orchestrator.evaluation import read_evaluation
 from orchestrator.grading import (
     Asked,
-    answered,
     default_order_seed,
     grade_groups,
     read_results,
@@ -122,7 +121,7 @@ def run_audit(
             "judges": {judge: FIGURES.dump_python(found, mode="json") for judge, found in figures.items()},
             "agreement": {pair: AGREEMENT.dump_python(found, mode="json") for pair, found in agreements.items()},
         }
-        _keep(output, data)
+        _write(output, data)
         console.print(escape(f"figures: {output / RESULT}, and as tables beside it"), soft_wrap=True)
 
 
@@ -159,7 +158,7 @@ def _grade(config: RunConfig, groups: Sequence[StoredGroup], file: Path, console
     assert config.grader is not None
     timeout_s = config.grader.timeout_s
     setup = setup_digest(config, repeat=1, permute=False)
-    done = {case: result for case, result in read_results(file, setup).items() if answered(result)}
+    done = read_results(file, setup)
     left = [group for group in groups if group.group_id not in done]
     progress = Progress(0, config.telemetry.progress_every_s, console=console)
     kept = JsonlFile(file, sync=True)
@@ -186,7 +185,7 @@ def _grade(config: RunConfig, groups: Sequence[StoredGroup], file: Path, console
     return {group.group_id: done[group.group_id].gradings[0].reply for group in groups if group.group_id in done}
 
 
-def _keep(folder: Path, data: Mapping[str, Any]) -> None:
+def _write(folder: Path, data: Mapping[str, Any]) -> None:
     path = folder / RESULT
     try:
         path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")

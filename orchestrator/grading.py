@@ -64,7 +64,8 @@ def setup_digest(config: RunConfig, *, repeat: int, permute: bool) -> str:
 
 
 def read_results(path: Path, setup: str) -> dict[str, GroupResult]:
-    """Group id -> result, of an output file that may have been cut off in its last line, which is then removed.
+    """Group id -> result, of an output file that may have been cut off in its last line, which is then removed. What no
+    grader answered is left out, to be asked again; a bad verdict is an answer.
 
     Nothing is removed from a file that is not one of ours.
 
@@ -102,7 +103,11 @@ def read_results(path: Path, setup: str) -> dict[str, GroupResult]:
             os.truncate(path, len(data) - len(torn))
         except OSError as e:
             raise StorageError(f"{path}: cannot be written ({e}); give another --output") from e
-    return results
+    return {name: result for name, result in results.items() if not _unanswered(result)}
+
+
+def _unanswered(result: GroupResult) -> bool:
+    return any(grading.reply.fallback_reason in UNANSWERED for grading in result.gradings)
 
 
 def _row(line: bytes) -> dict[str, Any] | None:
@@ -121,11 +126,6 @@ def still_holds(result: GroupResult, group: StoredGroup) -> bool:
     passing = tuple(t.trajectory_id for t in group.trajectories if t.passed)
     states = {grading.reply.base_state for grading in result.gradings}
     return set(result.passing) == set(passing) and states == {base_state_of(group.task)}
-
-
-def answered(result: GroupResult) -> bool:
-    """Whether no grading of a result failed for want of an answer; a valid answer or a bad verdict is one."""
-    return not any(grading.reply.fallback_reason in UNANSWERED for grading in result.gradings)
 
 
 # ---- grading ---------------------------------------------------------------------------------------------------------
@@ -264,7 +264,7 @@ def run_grading(
     done = {
         g.group_id: replace(known[g.group_id], labels=g.labels)
         for g in target.groups
-        if g.group_id in known and answered(known[g.group_id]) and still_holds(known[g.group_id], g)
+        if g.group_id in known and still_holds(known[g.group_id], g)
     }
     left = [g for g in target.groups if g.group_id not in done]
     progress.event(_what(target, source, len(done)))
