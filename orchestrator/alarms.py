@@ -92,12 +92,15 @@ class GraderWatch:
         yield "fallback_rate", *self._fallback_rate()
         yield "canary_agreement", *self._canary_agreement()
 
+    def _most(self, name: str, threshold: float) -> float:
+        """How much of what is wrong leaves an alarm off, or ends it."""
+        return threshold * (ENDS_AT if name in self._on else 1.0)
+
     def _fallback_rate(self) -> tuple[bool, str]:
         """On as soon as the rest of the window could not bring the share down: a dead grader is told of early."""
         limit, fallbacks = self._config.alarms, self._fallbacks
         said = f"{fallbacks} of the last {len(self._groups)} groups fell back to outcome advantages"
-        most = limit.fallback_above * limit.window
-        if fallbacks <= most * (ENDS_AT if "fallback_rate" in self._on else 1.0):
+        if fallbacks <= self._most("fallback_rate", limit.fallback_above * limit.window):
             return False, said
         reasons = Counter(r.value for r in self._groups if r is not None).most_common(3)
         counts = ", ".join(f"{name} {n}" for name, n in reasons)
@@ -108,7 +111,7 @@ class GraderWatch:
         if share is None:  # nothing can be said of agreement, so the alarm stays as it is
             return "canary_agreement" in self._on, "no canary got a valid verdict"
         said = f"{share:.0%} of the tiers in the last {len(self._canaries)} canaries are right"
-        most = (1.0 - below) * (ENDS_AT if "canary_agreement" in self._on else 1.0)
+        most = self._most("canary_agreement", 1.0 - below)
         if 1.0 - share <= most or len(self._canaries) < self._config.canaries.window:
             return False, said
         return True, f"{said}, below grader.canaries.alarm_below = {below:g}; canaries.jsonl has each verdict"
