@@ -88,7 +88,6 @@ async def _run_all(experiment: Experiment, cells: Sequence[Cell], *, say: Say, r
     async with asyncio.TaskGroup() as group:
         for cell in cells:
             group.create_task(one(cell))
-    write_table(experiment)
     return failed
 
 
