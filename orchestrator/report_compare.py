@@ -112,8 +112,14 @@ def _arms_of(path: Path) -> list[str]:
 
 def _place(cell: str, arms: Sequence[str]) -> tuple[int, str, int]:
     """Sorts cells by arm, then by seed; what is no arm comes last."""
-    arm, _, seed = cell.rpartition("-s")
-    return arms.index(arm) if arm in arms else len(arms), arm, int(seed)
+    arm, seed = _arm_and_seed(cell)
+    return arms.index(arm) if arm in arms else len(arms), arm, seed or 0
+
+
+def _arm_and_seed(name: str) -> tuple[str, int | None]:
+    """Of a run's name; one without a seed is an arm of its own."""
+    seed = SEED.search(name)
+    return SEED.sub("", name), None if seed is None else int(seed[1])
 
 
 def names_of(folders: Sequence[Path]) -> list[str]:
@@ -169,11 +175,11 @@ def read_run(folder: Path, name: str) -> RunData:
         config = RunConfig.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
     except (OSError, yaml.YAMLError, ValidationError) as e:
         raise StorageError(f"{path}: cannot be read ({str(e).splitlines()[0]}); give the folder of a run") from None
-    seed = SEED.search(name)
+    arm, seed = _arm_and_seed(name)
     return RunData(
         name=name,
-        arm=SEED.sub("", name),
-        seed=None if seed is None else int(seed[1]),
+        arm=arm,
+        seed=seed,
         folder=folder,
         config=config,
         metrics=read_jsonl(folder / METRICS),
