@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
-from configs.schema import RunConfig
+from configs.schema import GraderConfig, RunConfig
 from envs.task import ExactAnswer, Split, Task, TaskKind
 from grader.exchange import GradeReply, GradeRequest, lost_reply
 from infra.members import PoolState
@@ -29,6 +29,15 @@ from orchestrator.loop import Parts, Scheduler
 from orchestrator.mixer import Mixer
 from orchestrator.quarantine import Quarantine
 from rollout.trajectory import Status, Trajectory, Transcript
+
+
+def grader_section(**changes: Any) -> dict[str, Any]:
+    """The `grader` section that `run_config` takes."""
+    return {"backend": {"type": "vllm", "engine": {"model": "unused"}}, "timeout_s": 5.0, **changes}
+
+
+def grader_config(**changes: Any) -> GraderConfig:
+    return GraderConfig.model_validate(grader_section(**changes))
 
 
 def run_config(**changes: Any) -> RunConfig:

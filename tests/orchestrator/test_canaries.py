@@ -1,4 +1,4 @@
-"""Canaries and alarms: how often, never trained on, never in the way, and what is said when grades go bad (M7)."""
+"""Canaries: how often, never trained on, never in the way, and what a run says when grades go bad (M7)."""
 
 from __future__ import annotations
 
@@ -8,27 +8,36 @@ import json
 import threading
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from rich.console import Console
 from run_folder import STATS, canary_line
-from scripted import Run, ScriptedLearner, ScriptedPool, TranscriptPool, run_config, trajectory, transcript
+from scripted import (
+    Run,
+    ScriptedLearner,
+    ScriptedPool,
+    TranscriptPool,
+    grader_config,
+    grader_section,
+    run_config,
+    trajectory,
+    transcript,
+)
 from scripted import ScriptedSource as Source
 
-from configs.schema import CanaryConfig, GraderConfig, RubricConfig, RunConfig, WandbConfig
+from configs.schema import CanaryConfig, RubricConfig, RunConfig, WandbConfig
 from envs.task import Split, TaskKind
 from grader.canary import Canary, builtin_canaries, canary_record, stored_canaries
 from grader.exchange import GradeReply, GradeRequest, base_state_of, lost_reply
 from grader.rubric import Tier
 from grader.scripted import ScriptedGrader
 from grader.stored import KnownGrade, StoredGroup, write_archive
-from grader.verdict import CandidateVerdict, FallbackReason
+from grader.verdict import CandidateVerdict
 from infra.errors import StorageError
 from infra.pool import ActorLost
 from infra.sinks import JsonlFile
 from infra.telemetry import Telemetry
-from orchestrator.alarms import Alarm, GraderWatch
 from orchestrator.canaries import Canaries, make_canaries, read_past
 from orchestrator.checkpoint import LOGS
 from orchestrator.observer import RunObserver
@@ -41,14 +50,6 @@ KNOWN = {
     "T2": KnownGrade(scores=(4, 4, 3, 4, 4)),
     "T3": KnownGrade(scores=(1, 4, 4, 4, 4)),
 }
-
-
-def grader_section(**changes: Any) -> dict[str, Any]:
-    return {"backend": {"type": "vllm", "engine": {"model": "unused"}}, "timeout_s": 5.0, **changes}
-
-
-def grader_config(**changes: Any) -> GraderConfig:
-    return GraderConfig.model_validate(grader_section(**changes))
 
 
 def with_canaries(folder: Path, **changes: Any) -> RunConfig:
@@ -348,88 +349,6 @@ def test_graders_that_all_die_are_told_of_and_the_run_goes_on(tmp_path: Path) ->
     assert "worker_lost 3" in run.alarms[0].text
 
 
-# ---- figures and alarms ---------------------------------------------------------------------------------------------
-
-
-def test_figures_are_of_the_last_groups_and_canaries() -> None:
-    watch = GraderWatch(grader_config(alarms={"window": 4}, canaries={"window": 2}))
-    assert watch.scalars() == {}
-    for reason in (FallbackReason.SCHEMA, None, None, FallbackReason.TIMEOUT, FallbackReason.UNRESOLVED_EVIDENCE):
-        watch.group(reason)
-    # The last four: two valid verdicts, one invalid, one timeout without any.
-    assert watch.scalars() == pytest.approx(
-        {"grader/fallback_rate": 0.5, "grader/validity_rate": 2 / 3, "alarm/fallback_rate": 0.0}
-    )
-    for line in (canary_line(0.0, -1.0), canary_line(0.5, 0.2), canary_line(1.0, None)):
-        watch.canary(line)
-    figures = {k: v for k, v in watch.scalars().items() if k.startswith(("canary/", "alarm/canary"))}
-    assert figures == pytest.approx(
-        {
-            "canary/tier_agreement": 0.75,
-            "canary/kendall_tau_b": 0.2,
-            "canary/validity_rate": 1.0,
-            "alarm/canary_agreement": 0.0,
-        }
-    )
-
-
-def test_the_fallback_alarm_begins_when_the_window_cannot_come_out_well_and_ends_once() -> None:
-    watch = GraderWatch(grader_config(alarms={"window": 4, "fallback_above": 0.5}))
-    told = [watch.group(r) for r in (FallbackReason.TIMEOUT, FallbackReason.TIMEOUT, FallbackReason.NOT_JSON)]
-    assert [len(changes) for changes in told] == [0, 0, 1]
-    (begun,) = told[-1]
-    assert begun.on and begun.name == "fallback_rate"
-    assert begun.text.startswith("3 of the last 3 groups fell back") and "timeout 2, not_json 1" in begun.text
-    assert watch.alarms == ("fallback_rate",) and watch.scalars()["alarm/fallback_rate"] == 1.0
-    assert watch.group(FallbackReason.TIMEOUT) == [], "told once"
-    assert watch.group(None) == watch.group(None) == [], "half of the window: at the threshold it stays"
-    (ended,) = watch.group(None)
-    assert not ended.on and watch.alarms == () and watch.scalars()["alarm/fallback_rate"] == 0.0
-
-
-def test_the_canary_alarm_waits_for_a_full_window() -> None:
-    watch = GraderWatch(grader_config(canaries={"window": 3, "alarm_below": 0.6}))
-    assert watch.canary(canary_line(0.0, None)) == watch.canary(canary_line(0.5, None)) == []
-    (begun,) = watch.canary(canary_line(1.0, None))
-    assert begun.on and begun.text.startswith("50% of the tiers in the last 3 canaries are right, below")
-    assert watch.canary(canary_line(0.0, None)) == []
-    assert watch.canary(canary_line(None, None, "timeout")) == [], "the mean of .0, 1.0 is still below"
-    (ended,) = [change for _ in range(3) for change in watch.canary(canary_line(1.0, None))]
-    assert not ended.on
-
-
-def test_an_alarm_does_not_come_and_go_at_its_threshold() -> None:
-    watch = GraderWatch(
-        grader_config(alarms={"window": 10, "fallback_above": 0.5}, canaries={"window": 2, "alarm_below": 0.6})
-    )
-    reasons = ([FallbackReason.NOT_JSON] * 6 + [None] * 5) * 4
-    groups = [a for reason in reasons for a in watch.group(reason)]
-    assert [(a.name, a.on) for a in groups] == [("fallback_rate", True)], "of any ten 5 or 6 fell back"
-    assert [a.on for _ in range(10) for a in watch.group(None)] == [False]
-    canaries = [a for value in [0.7, 0.45, 0.7, 0.55] * 4 for a in watch.canary(canary_line(value, None))]
-    assert [(a.name, a.on) for a in canaries] == [("canary_agreement", True)], "of 2 canaries 57 or 62 % are right"
-    assert [a.on for _ in range(2) for a in watch.canary(canary_line(0.7, None))] == [False]
-
-
-def test_canaries_without_any_verdict_leave_the_agreement_alarm_as_it_is() -> None:
-    watch = GraderWatch(grader_config(canaries={"window": 2, "alarm_below": 0.6}))
-    lost = canary_line(None, None, "worker_lost")
-    assert watch.canary(lost) == watch.canary(lost) == []
-    assert watch.scalars() == {"alarm/canary_agreement": 0.0}, "no agreement, no validity: no key"
-    told = [change for value in (0.0, 0.0) for change in watch.canary(canary_line(value, None))]
-    assert [a.on for a in told] == [True]
-    assert watch.canary(lost) == watch.canary(lost) == [] and watch.alarms == ("canary_agreement",)
-
-
-def test_the_window_over_canaries_survives_a_resume_and_an_alarm_that_is_still_on_is_told_again() -> None:
-    config = grader_config(canaries={"window": 3, "alarm_below": 0.6})
-    past = [canary_line(0.0, None, number=n) for n in range(5)]
-    watch = GraderWatch(config, past)
-    assert watch.scalars()["canary/tier_agreement"] == 0.0 and watch.scalars()["alarm/canary_agreement"] == 1.0
-    (again,) = watch.canary(canary_line(1.0, None))
-    assert again.on and "33%" in again.text
-
-
 def test_a_runs_metrics_and_status_hold_the_graders_figures(tmp_path: Path) -> None:
     """Through the real observer: every step's line has them, and an alarm is seen wherever a person looks."""
 
@@ -465,31 +384,6 @@ def test_a_runs_metrics_and_status_hold_the_graders_figures(tmp_path: Path) -> N
     shown = io.StringIO()
     print_status(run_dir, console=Console(file=shown, width=200))
     assert "fallback_rate" in shown.getvalue()
-
-
-def test_an_alarm_is_one_line_on_the_console_and_an_alert(tmp_path: Path) -> None:
-    class Telemetry:
-        alerts: list[tuple[str, str]]
-
-        def __init__(self) -> None:
-            self.alerts = []
-
-        def alert(self, title: str, text: str) -> None:
-            self.alerts.append((title, text))
-
-    out, telemetry = io.StringIO(), Telemetry()
-    progress = Progress(3, 10.0, console=Console(file=out, width=100), clock=lambda: 0.0)
-    observer = RunObserver(run_config(), tmp_path, cast(Any, telemetry), progress)
-    observer.on_alarm(Alarm(name="fallback_rate", on=True, text="3 of 4"))
-    observer.on_alarm(Alarm(name="fallback_rate", on=False, text="2 of 4"))
-    assert out.getvalue().splitlines() == [
-        "[0:00] ALARM fallback_rate: 3 of 4",
-        "[0:00] alarm fallback_rate is over: 2 of 4",
-    ]
-    assert telemetry.alerts == [
-        ("scripted: ALARM fallback_rate", "3 of 4"),
-        ("scripted: alarm fallback_rate is over", "2 of 4"),
-    ]
 
 
 GOOD_LINE = {"canary": 0, "fallback_reason": None, "tier_agreement": 0.5, "kendall_tau_b": None}
